@@ -6,7 +6,6 @@ import collections
 import contextlib
 import copy
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from hpcfsdp.reshard.owner_moves import all_of
 from hpcfsdp.reshard.owners import choose_owners
 from hpcfsdp.sharded import managed
 from hpcfsdp.state.model import communicator_of, named_flat_params
-from hpcfsdp.state.optim.initial import states_of_first_step
+from hpcfsdp.state.optim.initial import needs_closure, states_of_first_step
 from hpcfsdp.state.optim.values import digest, picklable
 from hpcfsdp.state.tensors import is_whole_state, mark_whole_state
 
@@ -207,7 +206,7 @@ class WholeTensors(torch.optim.Optimizer):
             {whole[number] for number in mine},
         )
         if any(trial.state.values()):  # which may be made of the values of parameters
-            new.fill()
+            _fill(new.owned, new.alone)
         return new
 
     def _found(self, groups: Iterable[Mapping[str, Any]]) -> list[WholeParam]:
@@ -366,10 +365,7 @@ class WholeTensors(torch.optim.Optimizer):
 
     def initial_state(self) -> dict[nn.Parameter, State]:
         """Collective over all ranks of the model. The state of parameters that this rank owns before a first step."""
-        for owned in self._owned:
-            owned.refresh(range(len(owned.params)))
-        for each, whole in self._alone:
-            whole.data = local_part(each.param)
+        _fill(self._owned, self._alone)
         with raise_together(self._ranks):
             self._set_inner()
             made = states_of_first_step(self._inner, self._mine)
@@ -476,12 +472,13 @@ class _New:
     params: dict[nn.Parameter, nn.Parameter]
     mine: set[nn.Parameter]
 
-    def fill(self) -> None:
-        """Collective over all ranks of the model. Give whole parameters their values."""
-        for owned in self.owned:
-            owned.refresh(range(len(owned.params)))
-        for each, whole in self.alone:
-            whole.data = local_part(each.param)
+
+def _fill(owned: Iterable[OwnedParams], alone: Iterable[tuple[WholeParam, nn.Parameter]]) -> None:
+    """Collective over all ranks of the model. Give whole parameters their values."""
+    for each in owned:
+        each.refresh(range(len(each.params)))
+    for single, whole in alone:
+        whole.data = local_part(single.param)
 
 
 def _whole_param(each: WholeParam, device: torch.device) -> nn.Parameter:
@@ -574,8 +571,7 @@ def _check_class(kind: Any) -> None:
     """Refuse what is no class of optimizers, or steps with a closure alone."""
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise UsageError(f"WholeTensors: optimizer_class is {kind!r}: give a class of torch.optim.Optimizer")
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(kind.step):
         raise UsageError(
             f"WholeTensors: {kind.__name__} steps with a closure that computes the loss again, for which gradients "
             "would have to move each time: use an optimizer that steps without one"

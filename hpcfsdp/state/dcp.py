@@ -18,9 +18,7 @@ import torch.distributed.checkpoint.state_dict as stock
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
     FullStateDictConfig,
-    ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
 )
@@ -385,23 +383,13 @@ def _checked(options: StateDictOptions | None) -> StateDictOptions:
     return options
 
 
-@contextlib.contextmanager
-def _state_dict_type(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
+def _state_dict_type(model: nn.Module, options: StateDictOptions) -> contextlib.AbstractContextManager[None]:
     offload = options.cpu_offload
     if options.full_state_dict:
-        chosen: tuple[Any, ...] = (
-            StateDictType.FULL_STATE_DICT,
-            FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload),
-            FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=offload),
-        )
-    else:
-        chosen = (
-            StateDictType.SHARDED_STATE_DICT,
-            ShardedStateDictConfig(offload_to_cpu=offload, _use_dtensor=True),
-            ShardedOptimStateDictConfig(offload_to_cpu=offload, _use_dtensor=True),
-        )
-    with state_dict_type(model, *chosen):
-        yield
+        whole = FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
+        return state_dict_type(model, StateDictType.FULL_STATE_DICT, whole)
+    sharded = ShardedStateDictConfig(offload_to_cpu=offload, _use_dtensor=True)
+    return state_dict_type(model, StateDictType.SHARDED_STATE_DICT, sharded)
 
 
 def _frozen(model: nn.Module) -> set[str]:

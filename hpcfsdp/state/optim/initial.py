@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import inspect
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -51,6 +51,12 @@ def initial_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
             optimizer.state = before
 
 
+def needs_closure(step: Callable[..., Any]) -> bool:
+    """Whether a ``step`` of an optimizer does not work without a closure."""
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 @torch.no_grad()
 def states_of_first_step(optimizer: torch.optim.Optimizer, chosen: Container[Any] | None = None) -> dict[Any, Any]:
     """Not collective. The state that an optimizer creates in its first step, with the values that it begins with.
@@ -62,8 +68,7 @@ def states_of_first_step(optimizer: torch.optim.Optimizer, chosen: Container[Any
         chosen: the parameters that get gradients; None: all.
     """
     step = inspect.unwrap(type(optimizer).step)  # without hooks, and without what schedulers put around it
-    closure = inspect.signature(step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(step):
         return {}
     attributes, groups, state = dict(vars(optimizer)), optimizer.param_groups, optimizer.state
     params: dict[nn.Parameter, Any] = {}
