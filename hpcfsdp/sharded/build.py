@@ -23,7 +23,7 @@ from hpcfsdp.sharded.assigned import watch_assignments
 from hpcfsdp.sharded.group_cache import GroupCache, rank_names
 from hpcfsdp.sharded.groups import check_apart
 from hpcfsdp.sharded.own import Ignored, OwnParam, OwnParams
-from hpcfsdp.sharded.same_model import Agreed, check_same_model, warn_of_values
+from hpcfsdp.sharded.same_model import check_same_model, warn_of_values
 from hpcfsdp.sharded.tensor_parallel import TensorView
 from hpcfsdp.sharded.unit import ShardedUnit, clean_path, flat_param_name, made_inside, units_in
 from hpcfsdp.sharded.unit_mesh import UnitMesh
@@ -130,8 +130,8 @@ def make_unit(
         full_precision=full_precision,
         flat_owner=module,
     )
-    unit.marks = [(comm, each.mark) for comm, each in agreed.items()]
-    unit.differing = next((each.differing for each in agreed.values() if each.differing is not None), None)
+    unit.marks = [(comm, mark) for comm, (mark, _) in agreed.items()]
+    unit.differing = next((differing for _, differing in agreed.values() if differing is not None), None)
     for flat, group in zip(flats, own.groups, strict=True):
         watch_assignments(unit, flat, group)
     return unit
@@ -177,12 +177,12 @@ def _compare(
     layouts: Sequence[FlatLayout],
     mesh: UnitMesh,
     made: frozenset[str] | None,
-) -> dict[Communicator, Agreed]:
+) -> dict[Communicator, tuple[str, str | None]]:
     """Collective over the unit's ranks. Refuse different parameters, and units inside that ranks made otherwise."""
     trained = [group[0].param.requires_grad for group in own.groups]
     counted = {entry.fqn: entry.counted_fqn for entry in own.entries}
     comms: list[Communicator] = mesh.lines()
-    agreed: dict[Communicator, Agreed] = {}
+    agreed: dict[Communicator, tuple[str, str | None]] = {}
     for comm in comms:
         is_tensor = comm is mesh.tensor  # each has another block
         alike = [layout.of_tensor_rank(0) for layout in layouts] if is_tensor else layouts

@@ -170,8 +170,8 @@ class RowUnit(ModelUnit):
             layout = RowLayout.plan(params, dtypes.param, mesh.shard.size, itemsize=dtypes.itemsize)
             for comm in mesh.data_lines():
                 with raise_together_over(line for line in mesh.lines() if line is not comm):
-                    agreed = check_same_model(comm, [layout], [True], rank_names(comm))
-                self.marks.append((comm, agreed.mark))
+                    mark, _ = check_same_model(comm, [layout], [True], rank_names(comm))
+                self.marks.append((comm, mark))
             flats.append(
                 RowParams(
                     [each.param for each in group],

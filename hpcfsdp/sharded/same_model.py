@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
@@ -22,34 +21,18 @@ Made = Sequence[tuple[str, str]]
 """The names of units, each with the mark that its ranks gave it when they made it; "" for a unit of other ranks."""
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """What ranks have found when they made a unit together.
-
-    Attributes:
-        mark: the same on these ranks, and unlike that of any other unit.
-        differing: the first value that differs, and the ranks, for ``warn_of_values``; None if none does.
-    """
-
-    mark: str
-    differing: str | None = None
-
-
 def new_mark(comm: Communicator) -> str:
     """Collective over `comm`. A mark for what its ranks make together."""
     return comm.broadcast_object(uuid.uuid4().hex[:12])
 
 
-def check_same_units(comm: Communicator, units: Made, names: Sequence[int]) -> None:
-    """Collective over `comm`. Raise on every rank unless all call those units alike that they have made together.
+def compare_units(everyone: Sequence[Made], names: Sequence[int]) -> None:
+    """Raise unless all ranks call those units alike that they have made together.
 
     Args:
-        names: of the ranks of `comm`, for messages.
+        everyone: by rank.
+        names: of these ranks, for messages.
     """
-    _compare_units(comm.all_gather_object(units), names)
-
-
-def _compare_units(everyone: Sequence[Made], names: Sequence[int]) -> None:
     first = everyone[0]
     for rank, other in enumerate(everyone):
         if other == first:
@@ -74,7 +57,7 @@ def check_same_model(
     counted_fqns: Mapping[str, str] | None = None,
     values: Mapping[str, torch.Tensor] | None = None,
     inside: Made = (),
-) -> Agreed:
+) -> tuple[str, str | None]:
     """Collective over `comm`. Raise on every rank, naming the first difference, unless all have the same parameters.
 
     Where ranks ignore different modules and only the numbers of these modules' siblings differ in names, it warns.
@@ -85,6 +68,10 @@ def check_same_model(
         counted_fqns: names of parameters as if ignored modules did not exist, see ``OwnParam``.
         values: tensors to compare, by their names in messages; None to compare none.
         inside: units inside of the one with these parameters.
+
+    Returns:
+        A mark of the unit, the same on these ranks, and unlike that of any other; the first value that differs, with
+        the ranks, for ``warn_of_values``, or None.
     """
     prints = [(layout.fingerprint(), grad) for layout, grad in zip(layouts, trained, strict=True)]
     sums = None if values is None else {name: checksum(tensor) for name, tensor in values.items()}
@@ -93,11 +80,11 @@ def check_same_model(
     if any(other != gathered[0][0] for other, *_ in gathered):
         differs = [other != gathered[0][0] for other, *_ in gathered]
         _compare_parameters(comm, differs, layouts, trained, names, counted_fqns or {})
-    _compare_units([units for _, _, units, _ in gathered], names)
+    compare_units([units for _, _, units, _ in gathered], names)
     digests, mark = [digest for _, digest, *_ in gathered], gathered[0][-1]
     if None in digests or len(set(digests)) == 1:
-        return Agreed(mark)
-    return Agreed(mark, _first_difference(comm.all_gather_object(sums), names))
+        return mark, None
+    return mark, _first_difference(comm.all_gather_object(sums), names)
 
 
 def warn_of_values(difference: str, stacklevel: int) -> None:

@@ -21,7 +21,7 @@ from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.sharded_params import ShardedParams, other_in_place_of
 from hpcfsdp.sharded.group_cache import rank_names
 from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored, OwnParams
-from hpcfsdp.sharded.same_model import check_same_units
+from hpcfsdp.sharded.same_model import compare_units
 from hpcfsdp.sharded.unit_mesh import UnitMesh
 
 WRAPPED = "_fsdp_wrapped_module"
@@ -112,7 +112,7 @@ class ModelUnit(Unit):
         others = [comm for unit in units for comm, _ in unit.marks]  # some may be shared by other ranks
         for comm in dict.fromkeys([*self.mesh.data_lines(), *others]):
             if comm.size > 1:
-                check_same_units(comm, made_inside(self.wrapper, comm), rank_names(comm))
+                compare_units(comm.all_gather_object(made_inside(self.wrapper, comm)), rank_names(comm))
 
     def prepare(self) -> None:
         """Collective over the unit's ranks. Called before it gets a root."""
