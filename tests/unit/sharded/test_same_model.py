@@ -62,9 +62,9 @@ def test_models_with_other_tied_names_are_refused(run_ranks):
 def renamed(names, **options):
     def check(comm):
         fqn, counted = names[comm.rank]
-        return check_same_model(
-            comm, layouts((fqn, (2,))), [True], (4, 5, 6), counted_fqns={fqn: counted}, **options
-        ).differing
+        return check_same_model(comm, layouts((fqn, (2,))), [True], (4, 5, 6), counted_fqns={fqn: counted}, **options)[
+            1
+        ]
 
     return check
 
@@ -102,7 +102,7 @@ def test_the_first_value_that_differs_is_named_with_the_ranks(run_ranks, tensor)
     def check(comm):
         mine = {"parameter 'w'": tensor.clone(), "parameter 'v'": other if comm.rank else tensor}
         mine["buffer 'b'"] = torch.full((2,), comm.rank)
-        return check_same_model(comm, layouts(("w", (2,))), [True], (4, 5, 6), values=mine).differing
+        return check_same_model(comm, layouts(("w", (2,))), [True], (4, 5, 6), values=mine)[1]
 
     text = "parameter 'v' has other values on ranks 5, 6 than on rank 4"
     assert run_ranks(3, check) == [text] * 3
@@ -112,7 +112,7 @@ def test_values_that_some_ranks_do_not_have_are_not_compared(run_ranks):
     here = torch.ones(2)
 
     def check(comm, values):
-        return check_same_model(comm, layouts(("w", (2,))), [True], (0, 1), values=values).differing
+        return check_same_model(comm, layouts(("w", (2,))), [True], (0, 1), values=values)[1]
 
     cases = [(None, {"w": here}), ({}, {"w": here}), ({"w": here}, {"w": here.clone()}), ({"w": here.to("meta")},) * 2]
     for case in cases:
