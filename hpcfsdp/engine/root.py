@@ -88,7 +88,8 @@ class Root:
         self._read_over: set[Communicator] = set()  # ranks that may still read what modules have shown
         self._called: dict[Unit, None] = {}  # units that expect a backward, in the order in which their forwards ended
         self._before: list[tuple[Unit, bool, bool, int]] = []  # backwards expected before this pass
-        self._has_warned = False  # of units that do not train
+        self._has_trained: dict[Unit, bool] = {}  # since a step, those that backwards have reached
+        self._has_warned = False  # of units that have not
         self._due: deque[Unit] = deque()  # units that expect this backward, in its order
         self._begun: list[Unit] = []  # units whose backward has begun, and perhaps not ended
 
@@ -273,7 +274,7 @@ class Root:
         self._warn_of_untrained(stepped)
 
     def _warn_of_untrained(self, units: Iterable[Unit]) -> None:
-        untrained = [unit.name for unit in units if unit.pop_untrained()]
+        untrained = [unit.name for unit in units if not self._has_trained.pop(unit, True)]
         if untrained and not self._has_warned:
             self._has_warned = True
             more = f" and of {len(untrained) - 1} more" if len(untrained) > 1 else ""
@@ -485,7 +486,13 @@ class Root:
         reduced = [unit for unit in owing if not unit.keeps_back]
         used = iter(_used_anywhere([grad for unit in reduced for grad in unit.grads], self._host, self._lines))
         for unit in reduced:
-            unit.settle([next(used) for _ in unit.grads])
+            by_grad = [next(used) for _ in unit.grads]
+            for grad, used_leaves in zip(unit.grads, by_grad, strict=True):
+                grad.settle(used_leaves)
+            if any(map(any, by_grad)):
+                self._has_trained[unit] = True
+            elif unit.is_trained and any(param.requires_grad for grad in unit.grads for param in grad.flat.stepped):
+                self._has_trained.setdefault(unit, False)  # it required gradients then, and does now
 
 
 def _runs_backward(root: weakref.ref[Root]) -> bool:

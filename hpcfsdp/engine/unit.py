@@ -103,7 +103,6 @@ class Unit:
         self._held: set[FlatGrad] = set()  # gradients that are not complete before the unit is
         self._arrived: set[Leaf] = set()  # leaves that have had a gradient in this backward
         self._enqueues_at_the_end = False
-        self._is_untrained: bool | None = None  # whether no leaf has had a gradient since a step; None: none was due
         self._arguments: Arguments | None = None  # of the forward that is running
 
     def hold(self, flats: Sequence[ShardedParams]) -> None:
@@ -343,20 +342,6 @@ class Unit:
         """Not collective. The backward is over for all units, and has reduced gradients unless under ``no_sync``."""
         self.num_calls = 0
         self.owes_grads &= self.keeps_back
-
-    def settle(self, used: Sequence[Sequence[bool]]) -> None:
-        """Not collective. Store the reduced gradients. `used`: by gradient and leaf, whether any rank has used it."""
-        for grad, used_leaves in zip(self.grads, used, strict=True):
-            grad.settle(used_leaves)
-        if any(map(any, used)):
-            self._is_untrained = False
-        elif self._is_untrained is None and self.is_trained:  # then, and now
-            self._is_untrained = any(param.requires_grad for grad in self.grads for param in grad.flat.stepped)
-
-    def pop_untrained(self) -> bool:
-        """Whether backwards since the last call have reached the unit, and given no gradient to any parameter."""
-        found, self._is_untrained = self._is_untrained, None
-        return bool(found)
 
     def run_unused_backward(self) -> None:
         """Collective. Gather and reduce with the other ranks; this rank's backward does not reach the unit."""
