@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,7 +76,9 @@ class ShardedGradScaler(TorchShardedGradScaler):
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
         # Called by unscale_, and by the check for optimizers that unscale on their own.
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        params = [_in_real_numbers(param) for group in optimizer.param_groups for param in group["params"]]
+        shown: Any = SimpleNamespace(param_groups=[{"params": params}])
+        found = super()._unscale_grads_(shown, inv_scale, found_inf, True)
         comm = communicator_for(self.process_group, required=False)
         here = torch.stack([flag.detach().reshape(1).to(comm.device) for flag in found.values()]).sum(0)
         comm.all_reduce(here, "max")
@@ -88,3 +91,12 @@ class ShardedGradScaler(TorchShardedGradScaler):
         super()._amp_update_scale_cpu_(found_inf)
         if not scale.isfinite():
             scale.copy_(before)
+
+
+def _in_real_numbers(param: torch.Tensor) -> torch.Tensor:
+    """A tensor with the parts of a complex gradient as its own, in place: torch unscales real ones alone."""
+    if param.grad is None or not param.grad.is_complex():
+        return param
+    shown = torch.view_as_real(param.grad).detach()
+    shown.grad = shown.detach()
+    return shown

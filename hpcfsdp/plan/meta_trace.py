@@ -57,7 +57,7 @@ def trace(
     modules = [*dict.fromkeys(units), model]
     planned, owned = describe_units(model, modules)
     if compute is not None:
-        model.to(compute)
+        cast_floating(model, compute)
         model.register_forward_pre_hook(
             functools.partial(_cast_inputs, compute), with_kwargs=True
         )  # as the engine does
@@ -132,9 +132,18 @@ def describe_units(
     return planned, [{param: index for index, param in enumerate(owned[module])} for module in modules]
 
 
+def cast_floating(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters and buffers, but for complex ones, which ``nn.Module.to`` would take for real ones."""
+    _compat.apply_to_module(model, functools.partial(_cast, dtype))
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
     del module
-    return apply_to_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+    return apply_to_tensors(functools.partial(_cast, dtype), (args, kwargs))
 
 
 def _grouped_mm_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **_options: Any) -> int:

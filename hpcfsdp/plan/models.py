@@ -25,7 +25,7 @@ from hpcfsdp.errors import UsageError
 from hpcfsdp.examples.gpt.run_config import ModelConfig, RunConfig, check
 from hpcfsdp.examples.gpt.transformer import GPT, Block
 from hpcfsdp.plan.decoder import Decoder, DecoderBlock, DecoderShape
-from hpcfsdp.plan.meta_trace import describe_units, trace
+from hpcfsdp.plan.meta_trace import cast_floating, describe_units, trace
 from hpcfsdp.plan.workload import Workload, without_activations
 
 META = torch.device("meta")
@@ -66,7 +66,7 @@ class Source:
         """
         model = _on_meta(self.make, self.name)
         if param is not None:
-            model.to(param)
+            cast_floating(model, param)
         units = units_of(model, self.wrap)
         if self.loss_of is None:
             return without_activations(describe_units(model, [*units, model])[0], self.name)

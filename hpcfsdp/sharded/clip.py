@@ -15,6 +15,8 @@ from hpcfsdp.flat.gradient import note_unchanged
 from hpcfsdp.sharded.tensor_parallel import replicated_grad
 from hpcfsdp.sharded.unit import ShardedUnit, units_in
 
+_DOUBLE = (torch.float64, torch.complex128)
+
 
 def clip_model_grads(root: ShardedUnit, max_norm: float, norm_type: float) -> torch.Tensor:
     """Collective over the ranks of the root unit. Clip the gradients of its whole model, see ``clip_grad_norm``.
@@ -70,7 +72,7 @@ def clip_grad_norm(
         norm_type: p of the p-norm, > 0 or inf; 0 counts the elements that are not 0.
 
     Returns:
-        The norm before clipping, a float32 scalar (float64 if a gradient is), the same on every rank.
+        The norm before clipping, a float32 scalar (float64 if a gradient is, or complex128), the same on every rank.
 
     Raises:
         ValueError: `norm_type` is negative or NaN.
@@ -79,7 +81,7 @@ def clip_grad_norm(
     if not norm_type >= 0:
         raise ValueError(f"norm_type must be 0, positive or inf, not {norm_type}")
     # From the parameters, which are the same on all ranks; a gradient may be missing on some.
-    dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
+    dtype = torch.float64 if any(param.dtype in _DOUBLE for param in params) else torch.float32
     device = params[0].device if params else torch.device("cpu")
     is_max = math.isinf(norm_type)
     parts = [
@@ -99,7 +101,7 @@ def clip_grad_norm(
     total = total.to(dtype)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grads in of_one_kind(_compat.local_of(param.grad) for param in params if param.grad is not None):
-        _compat.multiply_each_(grads, scale.to(grads[0].device, grads[0].dtype))
+        _compat.multiply_each_(grads, scale.to(grads[0].device, grads[0].dtype.to_real()))
     return total
 
 
@@ -107,7 +109,8 @@ def _sum_of_powers(grads: Sequence[torch.Tensor], p: float, dtype: torch.dtype) 
     """The p-th power of the p-norm of gradients; the norm itself where p is inf."""
     norms: dict[torch.Tensor, torch.Tensor] = {}
     for group in of_one_kind(grads):
-        norms.update(zip(group, _compat.norm_of_each(group, p, dtype=dtype), strict=True))
+        computed = dtype.to_complex() if group[0].is_complex() else dtype
+        norms.update(zip(group, _compat.norm_of_each(group, p, dtype=computed), strict=True))
     stacked = torch.stack([norms[grad] for grad in grads if grad.numel()])
     if math.isinf(p):
         return stacked.amax()

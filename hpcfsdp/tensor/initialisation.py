@@ -33,7 +33,7 @@ def initialise_whole_on(mesh: DeviceMesh) -> None:
         likes += [aten.randint_like.default, aten.randint_like.low_dtype]
         handlers = dict.fromkeys(draws, _fill) | dict.fromkeys(likes, _like)
         handlers |= {aten.eye.m_out: _eye, aten.index_put_.default: _put, aten.fill_.Tensor: _fill_value}
-        handlers |= {aten.any.default: _any, _compat.READ_VALUE: _read}
+        handlers |= {aten.view_as_real.default: _parts, aten.any.default: _any, _compat.READ_VALUE: _read}
         handlers |= {aten.select.int: _select, aten.slice.Tensor: _slice}
         handlers |= {aten.split.Tensor: _split, aten.split_with_sizes.default: _split, aten.diagonal.default: _diagonal}
         _compat.handle_dtensor_ops(handlers)
@@ -102,6 +102,16 @@ def _read(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not _is_ours(args[0]) or next(_compat.calling_optimizers(), None) is None:
         return NotImplemented
     return op(whole_of(args[0]))
+
+
+def _parts(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The real and imaginary parts, which optimizers step. Torch copies them where ranks have different sizes."""
+    tensor = args[0]
+    if not _is_ours(tensor):
+        return NotImplemented
+    strides = [*(2 * stride for stride in tensor.stride()), 1]
+    parts = op(_compat.local_of(tensor))
+    return _compat.dtensor(parts, tensor.device_mesh, tensor.placements, [*tensor.shape, 2], strides)
 
 
 def _fill_value(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

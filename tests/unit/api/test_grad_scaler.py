@@ -1,4 +1,5 @@
 import inspect
+import math
 
 import pytest
 import torch
@@ -66,6 +67,19 @@ def test_gradients_of_float16_are_unscaled():
     backward(scaler, param, [0.5, 1.0])
     scaler.unscale_(OPTIMIZERS["sgd"]([param]))
     assert param.grad.tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("found", [2.0 - 4.0j, complex(1.0, math.inf)])
+def test_complex_gradients_are_unscaled(found):
+    params = [nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.complex64, torch.float32)]
+    scaler, optimizer = ShardedGradScaler("cpu", init_scale=4.0), torch.optim.SGD(params, lr=1.0)
+    scaler.scale(torch.zeros(()))
+    for param, grad in zip(params, (found, 8.0), strict=True):
+        param.grad = torch.full_like(param, grad)
+    scaler.step(optimizer)
+    scaler.update()
+    steps = [-0.5 + 1.0j, -2.0] if math.isfinite(abs(found)) else [0, 0]
+    assert [param[0].item() for param in params] == steps
 
 
 def test_the_scale_stays_finite():

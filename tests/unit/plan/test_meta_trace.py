@@ -122,3 +122,20 @@ def test_buffers_count():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
     assert traced(model).buffer_bytes == 3 * 512
+
+
+@pytest.mark.parametrize("option", ["compute", "param"])
+def test_complex_parameters_stay_complex(option):
+    class Spectral(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lift, self.weight = nn.Linear(1, 4), nn.Parameter(torch.ones(4, 4, 3, dtype=torch.complex64))
+
+        def forward(self, x):
+            modes = torch.fft.rfft(self.lift(x).float(), dim=1)[:, :3]
+            return torch.fft.irfft(torch.einsum("bmi,iom->bmo", modes, self.weight), n=8, dim=1)
+
+    found = models.Source("spectral", Spectral, lambda model: model(torch.ones(2, 8, 1, device="meta")).sum(), tokens=2)
+    (unit,) = found.workload(**{option: torch.bfloat16}).units
+    real = torch.bfloat16 if option == "param" else torch.float32
+    assert {param.dtype for param in unit.params} == {real, torch.complex64}

@@ -65,6 +65,20 @@ def test_the_norm_is_float32_for_half_precision_and_float64_for_float64():
     assert clip([(1, params(torch.float64))], [FakeCommunicator()], 1.0).dtype == torch.float64
 
 
+@pytest.mark.parametrize("norm_type", [1, 2.0, 3.5, math.inf])
+@pytest.mark.parametrize(("dtype", "real"), [(torch.complex64, torch.float32), (torch.complex128, torch.float64)])
+def test_complex_gradients_next_to_real_ones(dtype, real, norm_type):
+    def mixed():
+        return [*params(dtype, [[3 + 4j, -1j], [0.5]]), *params(torch.float32, [[2.0]]), *params(dtype, [[]])]
+
+    mine, torchs = mixed(), mixed()
+    total = clip([(1, mine)], [FakeCommunicator()], 1.0, norm_type)
+    norms = [param.grad.to(torch.complex128).abs() for param in torchs]
+    torch.testing.assert_close(total, torch.cat(norms).norm(norm_type).to(real))
+    for a, b in zip(mine, torchs, strict=True):
+        torch.testing.assert_close(a.grad, (b.grad / (total.to(real) + 1e-6)).to(b.dtype))
+
+
 def test_gradients_without_elements_are_left_out():
     total = clip([(1, params(grads=[*GRADS, []]))], [FakeCommunicator()], 1.0, math.inf)
     assert total.item() == 12
