@@ -6,13 +6,16 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.tensor import DTensor
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import raise_together_over
+from hpcfsdp.engine.containers import tensors_in
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
 from hpcfsdp.flat.layout import TensorBlock, contiguous_strides
@@ -96,6 +99,10 @@ class RowUnit(ModelUnit):
         self._called: set[nn.Module] = set()  # in this forward
         self._current = modules[0]
         self._num_calls_of: Counter[nn.Module] = Counter()  # that expect a backward
+        holders = dict.fromkeys(place for each in rows for place, _ in each.param.places if place not in modules)
+        # Others may convert their DTensors themselves.
+        stock = [holder for holder in holders if type(holder).__module__.startswith("torch.nn.")]
+        self.guard([_compat.hooks_before_forward(holder) for holder in stock], _RefuseOutside(self))
 
     @property
     def module(self) -> nn.Module:
@@ -273,6 +280,30 @@ class RowUnit(ModelUnit):
     def reset(self) -> None:
         super().reset()
         self._called.clear()
+
+
+class _RefuseOutside:
+    """Refuses calls of a module outside of its unit, where torch would refuse to compute with plain and DTensors.
+
+    A hook before its forward. A copy of the module has an inert one.
+    """
+
+    def __init__(self, unit: RowUnit | None = None) -> None:
+        self._unit = None if unit is None else weakref.ref(unit)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        unit = None if self._unit is None else self._unit()
+        is_at_rest = any(isinstance(param, DTensor) for param in module._parameters.values())
+        tensors = list(tensors_in(args)) if is_at_rest else []
+        if unit is not None and tensors and not any(isinstance(t, DTensor) or t.numel() == 1 for t in tensors):
+            raise EngineError(
+                f"{unit.name}: its {type(module).__name__} was called with plain tensors from outside of "
+                "the unit, where its parameters are DTensors: call the module that was given to fully_shard, shard "
+                "the inner module first, as a unit of its own, or call it between unshard() and reshard() of the unit"
+            )
+
+    def __reduce__(self) -> tuple[type[_RefuseOutside], tuple[()]]:
+        return _RefuseOutside, ()
 
 
 def _parts(group: Sequence[Rows], most: int | None) -> Iterator[list[Rows]]:

@@ -710,6 +710,29 @@ def test_wrong_uses(world, build, error, match):
         build()
 
 
+def test_modules_inside_of_a_unit_are_called_in_its_forward_alone(world, ours_on):
+    class Peeks(Net):
+        def forward(self, ids):
+            return self.blocks[1].up(self.embed(ids)).sum()
+
+    torch.manual_seed(0)
+    model = Peeks()
+    for module in (*model.blocks, model):
+        ours.fully_shard(module, mesh=ours_on)
+    up, ids = model.blocks[1].up, batches(0, 1)[0]
+    for call in (lambda: model(ids), lambda: up(torch.ones(2, 7)), lambda: model.embed(ids)):
+        with pytest.raises(EngineError, match=r"^(blocks\.1: its Linear|Peeks: its Embedding) was called .* outside"):
+            call()
+    model.reset_iter_state()
+    rows = DTensor.from_local(torch.ones(2, 7), up.weight.device_mesh, [Replicate()])
+    copied = copy.deepcopy(up)
+    expected = up(rows).full_tensor()
+    torch.testing.assert_close(copied(rows).full_tensor(), expected)
+    model.blocks[1].unshard()
+    torch.testing.assert_close(up(torch.ones(2, 7)), expected)
+    model(ids).backward()
+
+
 class Scalar(nn.Module):
     def __init__(self):
         super().__init__()
