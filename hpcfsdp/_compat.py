@@ -50,6 +50,14 @@ READ_VALUE = torch.ops.aten._local_scalar_dense.default
 GROUPED_MM = torch.ops.aten._grouped_mm
 """The operation behind ``torch.nn.functional.grouped_mm``."""
 
+CLIPPING = (
+    torch.ops.aten._foreach_norm.Scalar,
+    torch.ops.aten._foreach_mul_.Tensor,
+    torch.ops.aten._foreach_clamp_min_.Scalar,
+    torch.ops.aten._foreach_clamp_max_.Scalar,
+)
+"""The operations behind ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 _num_function_modes = torch._C._len_torch_function_stack
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack

@@ -2,7 +2,8 @@
 
 torch has each rank draw its own part, on a CPU with the generator of all, so that ranks with one seed draw equal parts;
 and a view of rows, as an embedding takes to set its padding to zero, is a copy. Here each rank draws the whole tensor
-and keeps its part, and views of rows of one rank are views there.
+and keeps its part, and views of rows of one rank are views there. Functions of torch that clip gradients also work
+for a list of several meshes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def initialise_whole_on(mesh: DeviceMesh) -> None:
         handlers |= {aten.view_as_real.default: _parts, aten.any.default: _any, _compat.READ_VALUE: _read}
         handlers |= {aten.select.int: _select, aten.slice.Tensor: _slice}
         handlers |= {aten.split.Tensor: _split, aten.split_with_sizes.default: _split, aten.diagonal.default: _diagonal}
+        handlers |= dict.fromkeys(_compat.CLIPPING, _by_mesh)
         _compat.handle_dtensor_ops(handlers)
     _meshes.add(mesh)
 
@@ -59,6 +61,21 @@ def _fill(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     op(whole, *args[1:], **kwargs)
     fill_block(args[0], whole)
     return args[0]
+
+
+def _by_mesh(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operation of clipping, of gradients on several meshes, such as of experts, and of ignored parameters."""
+    tensors, groups, norms = args[0], {}, {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(index)
+    if len(groups) < 2:
+        return NotImplemented
+    others = [whole_of(other) if isinstance(other, torch.Tensor) else other for other in args[1:]]
+    for indices in groups.values():
+        found = op([tensors[index] for index in indices], *others, **kwargs)
+        if found:
+            norms.update(zip(indices, whole_of(torch.stack(list(found))), strict=True))
+    return [norms[index] for index in sorted(norms)] or None  # others have no results
 
 
 def _like(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

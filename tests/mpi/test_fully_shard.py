@@ -506,6 +506,25 @@ def test_experts_that_are_dtensors(world, shared_path, how):
     same(program, init_device_mesh("cpu", (4,)))
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_of_ignored_parameters_and_of_several_meshes(world, norm_type):
+    half = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("replicate", "inner"))["inner"]
+    torch.manual_seed(0)
+    plain = Net().double()
+    model = copy.deepcopy(plain)
+    ours.fully_shard(model.blocks[0], mesh=half)
+    model = ours.fully_shard(model, ignored_params={*model.blocks[1].parameters(), model.norm.weight})
+    for net in (plain, model):
+        net(batches(0, 1)[0]).square().sum().backward()
+    norms = [nn.utils.clip_grad_norm_(net.parameters(), 0.1, norm_type) for net in (plain, model)]
+    torch.testing.assert_close(norms[1], norms[0])
+    for net in (plain, model):
+        nn.utils.clip_grad_value_(net.parameters(), 1e-3)
+    for param, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(whole(other.grad), param.grad)
+
+
 def test_ignored_parameters(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         torch.manual_seed(0)
