@@ -434,9 +434,9 @@ def is_initialising() -> bool:
     return _find_frame(lambda code: code.co_filename == nn.init.__file__) is not None
 
 
-def _find_frame(is_wanted: Callable[[CodeType], bool]) -> FrameType | None:
-    """The innermost frame on the stack with such a code."""
-    frame = sys._getframe(1)
+def _find_frame(is_wanted: Callable[[CodeType], bool], frame: FrameType | None = None) -> FrameType | None:
+    """The innermost frame on the stack with such a code, or from `frame` outwards."""
+    frame = frame or sys._getframe(1)
     while frame is not None and not is_wanted(frame.f_code):
         frame = frame.f_back  # type: ignore[assignment]
     return frame
@@ -444,12 +444,22 @@ def _find_frame(is_wanted: Callable[[CodeType], bool]) -> FrameType | None:
 
 def calling_optimizers() -> Iterator[torch.optim.Optimizer]:
     """The optimizers in whose methods the caller runs, the innermost first. One may step for another."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, torch.optim.Optimizer):
-            yield found
-        frame = frame.f_back
+    kinds = [torch.optim.Optimizer]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    methods = {
+        inspect.unwrap(each).__code__ for kind in kinds for each in vars(kind).values() if inspect.isfunction(each)
+    }
+    frame = _find_frame(methods.__contains__)
+    while frame is not None:  # a frame whose variables are read keeps what they were then
+        yield frame.f_locals[frame.f_code.co_varnames[0]]
+        frame = _find_frame(methods.__contains__, frame.f_back) if frame.f_back else None
+
+
+def is_in_step() -> bool:
+    """Whether the caller runs in ``torch.optim.Optimizer.step``."""
+    step = sys.modules[torch.optim.Optimizer.__module__].__file__, "wrapper"
+    return _find_frame(lambda code: (code.co_filename, code.co_name) == step) is not None
 
 
 def is_step_for_state() -> bool:

@@ -116,7 +116,7 @@ def _read(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
     Elsewhere it is that of this rank, as in torch: one rank alone may print it.
     """
-    if not _is_ours(args[0]) or next(_compat.calling_optimizers(), None) is None:
+    if not _is_ours(args[0]) or not _compat.is_in_step():
         return NotImplemented
     return op(whole_of(args[0]))
 
