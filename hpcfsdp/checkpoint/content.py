@@ -37,7 +37,7 @@ from hpcfsdp.state.optim.in_file import (
 )
 from hpcfsdp.state.optim.keys import StepsWholeTensors
 from hpcfsdp.state.sources import digest_of
-from hpcfsdp.state.tensors import LocalPiece, StateTensor
+from hpcfsdp.state.tensors import LocalPiece, StateTensor, refuse_subclasses
 from hpcfsdp.state.wrappers import settle
 from hpcfsdp.tensor.whole import as_bytes
 
@@ -295,6 +295,7 @@ def _tensors_and_small(
         found, modules, names = chosen_of(found, modules, given.names)
         chosen = frozenset(names)
         state = None if state is None else state.only(chosen)
+    refuse_subclasses(found)
     tensors = [(schema.MODEL, tensor) for tensor in found]
     if state is not None:
         tensors += [(schema.OPTIM_STATE, tensor) for tensor in state.tensors]

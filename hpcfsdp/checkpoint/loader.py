@@ -45,7 +45,7 @@ from hpcfsdp.state.model import (
     stateful_modules,
 )
 from hpcfsdp.state.optim.in_file import OptimizerRestore
-from hpcfsdp.state.tensors import LocalPiece, StateTensor, TensorInfo, staged_of
+from hpcfsdp.state.tensors import LocalPiece, StateTensor, TensorInfo, refuse_subclasses, staged_of
 from hpcfsdp.state.wrappers import CleanNames, settle
 from hpcfsdp.tensor.whole import as_bytes
 
@@ -297,6 +297,7 @@ def _match_targets(
         stack.enter_context(materialized(model, match.found, device_of(model)))
         tensors = model_tensors(model)
     targets = [tensor for tensor in tensors if tensor.name in match.found and tensor.name not in grown]
+    refuse_subclasses(targets)
     return files, match, targets, new, [pair for name, pair in grown.items() if name in match.found]
 
 

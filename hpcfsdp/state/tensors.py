@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hpcfsdp._compat import local_of
+from hpcfsdp.errors import CheckpointError
 from hpcfsdp.tensor.sharded import properties_of
 from hpcfsdp.tensor.whole import Staging, WholeStaging, is_cut
 
@@ -137,6 +138,21 @@ def unsharded(name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) ->
         return replicated(name, local_of(tensor).detach(), aliases)
     form = WholeStaging(tensor)
     return replace(replicated(name, form.memory, aliases), staged=form)
+
+
+def refuse_subclasses(tensors: Iterable[StateTensor]) -> None:
+    """Refuse tensors that compute, and keep their values, in a way of their own, such as quantized ones.
+
+    Raises:
+        CheckpointError: names the first.
+    """
+    for name, kind in ((each.name, type(piece.tensor)) for each in tensors for piece in each.pieces):
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise CheckpointError(
+                f"{name!r} is a {kind.__module__}.{kind.__qualname__}, a subclass of torch.Tensor that keeps its "
+                "values in a way of its own, and a checkpoint holds plain numbers: convert it (dequantize, for "
+                "instance), or choose other tensors by names="
+            )
 
 
 def replicated(name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) -> StateTensor:

@@ -980,3 +980,42 @@ def test_a_descriptor_that_fails_to_close_is_no_reason_not_to_load(tmp_path):
         model = two_layers()
         checkpoint.load(path, model=model, files=Files(Failing(number, errno.EIO)))
         assert model["a"].weight[0, 0] == 2
+
+
+class Halved(torch.Tensor):
+    """Has its values in another tensor, as a quantized weight."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, _types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        return func(*(2 * arg.inner if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_tensor_with_values_of_its_own_kind_is_refused_by_name(tmp_path, kind):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = None
+    weight = Halved(torch.ones(2, 2))
+    if kind == "buffer":
+        del module[1].weight
+        module[1].register_buffer("weight", weight)
+    else:
+        module[1].weight = nn.Parameter(weight, requires_grad=False)
+    model = FullyShardedDataParallel(module, process_group=FakeCommunicator(), ignored_modules=[module[1]])
+    model(torch.ones(2, 2)).sum().backward()
+    assert type(model.state_dict()["1.weight"]) is Halved
+    path, refusal = tmp_path / "file.h5", r"'1\.weight' is a .*Halved, a subclass of torch\.Tensor .* names="
+    with pytest.raises(CheckpointError, match=refusal):
+        checkpoint.save(path, model=model)
+    checkpoint.save(path, model=model, names=["0.*"])
+    checkpoint.load(path, model=model, names=["0.*"])
+    checkpoint.save(path, model=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(CheckpointError, match=refusal):
+        checkpoint.load(path, model=model)
