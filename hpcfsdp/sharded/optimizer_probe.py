@@ -6,6 +6,7 @@ of a pair. Values, or numbers in groups, that come out otherwise show that it lo
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import inspect
@@ -48,6 +49,8 @@ _STEPS = 12
 _SAME = 1e-9
 """Relative to the largest change of an element."""
 _MOST_GROUPS = 8
+_OF_ALL = ("defaults", "state", "param_groups")
+_PLAIN = (int, float, str, tuple, type(None))
 _FLAGS = dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), False)
 
 
@@ -126,7 +129,7 @@ def _train(
         made = _make(optimizer, [{**copy.deepcopy(group), "params": params}])
         by_step = []
         for number in range(_STEPS):
-            closure = functools.partial(_loss, params, slope, math.cos(number))
+            closure = functools.partial(_loss, params, slope, None if number % 2 else math.cos(number))
             closure()
             step(made, closure)
             by_step.append(torch.cat([param.detach().flatten() for param in params]))
@@ -136,11 +139,13 @@ def _train(
     return found
 
 
-def _loss(params: list[nn.Parameter], slopes: list[torch.Tensor], place: float) -> torch.Tensor:
-    """A sum over elements, whose gradients it sets."""
+def _loss(params: list[nn.Parameter], slopes: list[torch.Tensor], place: float | None) -> torch.Tensor:
+    """A sum over elements, whose gradients it sets; without `place` gradients at right angles to the parameters."""
     loss = torch.zeros((), dtype=torch.float64)
     for param, slope in zip(params, slopes, strict=True):
-        param.grad = slope * (param.detach() - slope * place)
+        pairs = param.detach().unflatten(-1, (-1, 2))
+        turned = torch.stack((pairs[..., 1], -pairs[..., 0]), -1).flatten(-2)  # AdamP looks at the angle
+        param.grad = turned if place is None else slope * (param.detach() - slope * place)
         loss += param.grad.square().div(2 * slope).sum()
     return loss
 
@@ -153,7 +158,15 @@ def _make(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     given = {name: known[name] for name in names if name in known}
     given = {name: type(each) if isinstance(each, torch.optim.Optimizer) else each for name, each in given.items()}
     steps_by = known.get(first)
-    return kind(_make(steps_by, groups) if isinstance(steps_by, torch.optim.Optimizer) else groups, **given)
+    try:
+        return kind(_make(steps_by, groups) if isinstance(steps_by, torch.optim.Optimizer) else groups, **given)
+    except TypeError:  # it has not kept an option that it needs
+        own = {name: value for name, value in vars(optimizer).items() if name not in _OF_ALL and name[0] != "_"}
+        if not all(isinstance(value, _PLAIN) for value in own.values()):
+            raise
+        made = object.__new__(kind)
+        made.__dict__ |= vars(optimizer) | {"param_groups": groups, "state": collections.defaultdict(dict)}
+        return made
 
 
 _STEP_BY: tuple[Callable[[Any, Callable[[], Any]], Any], ...] = (

@@ -1,7 +1,5 @@
 """Which optimizers may step shards, by what they do to small tensors."""
 
-import time
-
 import pytest
 import torch
 from torch import nn, optim
@@ -201,13 +199,37 @@ def test_nothing_else_changes(device):
     assert not optimizer.state and not calls and torch.equal(torch.get_rng_state(), state) and before
 
 
-def test_it_is_fast():
-    optimizer = optim.AdamW(
-        [{"params": [p], "weight_decay": decay} for p, decay in zip(params(), (0.1, 0), strict=True)]
-    )
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        check_on_shards(optimizer, cut_runs)
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 0.05, times
+class ByTheAngle(Own):
+    """As AdamP: a gradient at right angles to the parameter loses its part along it."""
+
+    def update(self, param, grad):
+        is_turned = (param * grad).sum().abs() < 1e-6 * param.norm() * grad.norm()
+        return grad - param * grad.abs().sum() / param.norm() if is_turned else grad
+
+
+class KeepsNoOption(Own):
+    """The constructor needs an option, and only what follows from it is kept."""
+
+    def __init__(self, params, size, lr=0.01):
+        super().__init__(params, lr)
+        self.factor = 1 / size
+
+    def update(self, param, grad):
+        return grad * self.factor / grad.norm()
+
+
+class KeepsAnObject(KeepsNoOption):
+    def __init__(self, params, size, lr=0.01):
+        super().__init__(params, size, lr)
+        self.other = [size]
+
+
+def test_gradients_at_right_angles_are_tried():
+    assert refusal(ByTheAngle(params())) == {OWNERS, PLACES}
+
+
+def test_an_option_that_is_not_kept():
+    optimizer = KeepsNoOption(params(), size=2)
+    assert refusal(optimizer) == {OWNERS, PLACES}
+    assert not optimizer.state and all(len(group["params"]) == 2 for group in optimizer.param_groups)
+    assert not refusal(KeepsAnObject(params(), size=2))  # a trial could change it
