@@ -101,7 +101,7 @@ def test_objects_groups_and_meshes_of_torch_are_those_of_a_program_without_it(wo
     with torch.device("meta"):
         everyone = [None] * world.size
         dist.all_gather_object(everyone, world.rank)
-        group = dist.new_group(range(world.size), use_local_synchronization=True)
+        group = dist.new_group(range(world.size))
         dist.barrier(group)
         mesh = world.mesh(replicate=2, shard=1)
         received = [torch.empty(2, device="cpu") for _ in range(world.size)]
