@@ -49,7 +49,6 @@ _STEPS = 12
 _SAME = 1e-9
 """Relative to the largest change of an element."""
 _MOST_GROUPS = 8
-_OF_ALL = ("defaults", "state", "param_groups")
 _PLAIN = (int, float, str, tuple, type(None))
 _FLAGS = dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), False)
 
@@ -161,8 +160,8 @@ def _make(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     try:
         return kind(_make(steps_by, groups) if isinstance(steps_by, torch.optim.Optimizer) else groups, **given)
     except TypeError:  # it has not kept an option that it needs
-        own = {name: value for name, value in vars(optimizer).items() if name not in _OF_ALL and name[0] != "_"}
-        if not all(isinstance(value, _PLAIN) for value in own.values()):
+        of_all = vars(torch.optim.SGD([torch.zeros(0)]))
+        if not all(isinstance(value, _PLAIN) for name, value in vars(optimizer).items() if name not in of_all):
             raise
         made = object.__new__(kind)
         made.__dict__ |= vars(optimizer) | {"param_groups": groups, "state": collections.defaultdict(dict)}
