@@ -8,7 +8,10 @@ from hpcfsdp.wrap import CustomPolicy
 from tests.accelerator.programs import SIM, leave_for_later, mesh_of
 from tests.mpi import random_models
 
-pytestmark = [pytest.mark.ranks(2), pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")]
+pytestmark = [
+    pytest.mark.ranks(2),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module", "ignore:no parameter of the unit"),
+]
 
 SEEDS = range(10)
 

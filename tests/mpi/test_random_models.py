@@ -7,7 +7,11 @@ from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.wrap import CustomPolicy
 from tests.mpi import random_models
 
-pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.transport]
+pytestmark = [
+    pytest.mark.ranks(2, 3),
+    pytest.mark.transport,
+    pytest.mark.filterwarnings("ignore:no parameter of the unit"),  # no rank may use one
+]
 
 SEEDS = range(12)
 
