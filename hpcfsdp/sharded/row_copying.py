@@ -19,7 +19,6 @@ _CHOICES = (
     "reshard_after_backward",
     "unshards_in_backward",
     "keeps_back",
-    "reduce_options",
     "output_dtype",
     "gather",
     "separate_reductions",
@@ -64,4 +63,5 @@ def _fill_copy(unit: RowUnit, made: RowUnit, memo: Memo) -> None:
     made.mark()
     for name in _CHOICES:
         setattr(made, name, getattr(unit, name))
+    made.reduce_options = replace(unit.reduce_options)
     made.uninitialised = [(fqn, memo.get(id(module), module), name) for fqn, module, name in unit.uninitialised]

@@ -159,6 +159,19 @@ def test_a_copy_of_rows_trains_as_the_original_does_and_apart_from_it(ours_on, p
     assert not kept & {id(tensor) for tensor in (*copied.parameters(), *copied.modules())}
 
 
+def test_choices_for_rows_are_copied_and_changed_apart(world):
+    model = make_rows()
+    model.set_gradient_divide_factor(8 * world.size)
+    grads = []
+    copied = copy.deepcopy(model)
+    copied.set_gradient_divide_factor(world.size)
+    for each in (model, copied, copy.deepcopy(model)):
+        each(torch.ones(2, 8)).sum().backward()
+        grads.append(each[1].weight.grad.full_tensor())
+    torch.testing.assert_close(grads[1], 8 * grads[0])
+    torch.testing.assert_close(grads[2], grads[0])
+
+
 def test_an_average_of_rows_and_methods_that_compute(world):
     model = make_rows()
     model.forward_twice = types.MethodType(lambda self, x: self.forward(self.forward(x)), model)
