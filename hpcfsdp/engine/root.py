@@ -56,7 +56,7 @@ class Root:
         Args:
             everyone: all ranks that run these units.
             label: the same on all ranks, and unlike that of any other root.
-            number: the same on all ranks; roots with equal names have others, for messages.
+            number: the same on all ranks of `host` and `everyone`; roots with equal names have others.
             host: connects the same ranks through host memory, for the barriers. Without it only ranks that share the
                 memory of gathered values meet.
             lines: the ranks of `host` as shards and replicas; None if these are other ranks.
@@ -75,6 +75,7 @@ class Root:
         if host is not None and host.size > 1:
             meeting.append(host)
         self._host, self._lines = host, lines
+        self._counted_by = (host, everyone)
         self._meeting = list(dict.fromkeys(meeting))
         self._order = Order(host or everyone, label, number, confirm=len(self._resident) < len(flats))
         self.context = Context(self._streams, self._order, {unit.name: unit.values for unit in units})
@@ -349,10 +350,11 @@ class Root:
             return
         where = f" of {unit.name!r}" if unit is not None else ""
         mode = "" if torch.is_grad_enabled() or self.in_backward else " without gradients"
-        label = f"{what}{where}{mode}, {self._order.step}, order {self._order.digest or 'new'}"
         for comm in self._meeting:
+            # Ranks that share units inside alone have made other models, and count them differently.
+            step = self._order.step if comm in self._counted_by else f"step {self._order.passes}"
             try:
-                comm.labelled_barrier(label)
+                comm.labelled_barrier(f"{what}{where}{mode}, {step}, order {self._order.digest or 'new'}")
             except CrossedCallsError:  # the others are in another call
                 raise
             except DifferentCallsError as error:

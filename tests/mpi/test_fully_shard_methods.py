@@ -495,6 +495,8 @@ def test_use_of_parameters_on_another_mesh_of_as_many_ranks(world):
                 else x + 0 * self.expert(x.detach()).detach()
             )
 
+    for _ in range(square.get_local_rank("a")):  # ranks that share the expert have called other models before
+        ours.fully_shard(nn.Linear(3, 3), mesh=square["b"])(torch.ones(2, 3))
     model = Uses().double()
     ours.fully_shard(model.expert, mesh=square["a"])
     ours.fully_shard(model, mesh=square["b"])
