@@ -123,7 +123,7 @@ def set_kind(
         own = copy.deepcopy(settings)
         if unit.mesh.device_mesh is not None and kind is StateDictType.SHARDED_STATE_DICT:
             own.state_dict_config._use_dtensor = True
-            own.optim_state_dict_config._use_dtensor = True
+            set_optim_use_dtensor(own)
         unit.state_dict_settings = own
     return before
 
@@ -142,6 +142,12 @@ def state_dict_type(
     finally:
         for unit, settings in before:
             unit.state_dict_settings = settings
+
+
+def set_optim_use_dtensor(settings: StateDictSettings) -> None:
+    """Have sharded state dicts of an optimizer show ``DTensor``."""
+    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+        settings.optim_state_dict_config._use_dtensor = True
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
