@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from hpcfsdp.flat.storage import nothing_of
 from hpcfsdp.sharded.row_unit import RowUnit, hide_leaf, row_unit_of, row_units_in
@@ -41,7 +42,10 @@ def copy_rows(module: nn.Module, memo: Memo) -> nn.Module:
     made = memo[id(module)] = object.__new__(type(module))
     is_first = id(unit) not in memo
     copied = memo.setdefault(id(unit), object.__new__(RowUnit))  # hooks of modules ask for it
-    state = {name: value for name, value in module.__getstate__().items() if name != UNIT}
+    # One that copies itself, as a parametrized module, may refuse to give its state.
+    copies_itself = hasattr(super(FSDPModule, module), "__deepcopy__")
+    state = dict(vars(module) if copies_itself else module.__getstate__())
+    del state[UNIT]
     made.__setstate__(copy.deepcopy(state, memo))
     made.__dict__[UNIT] = copied
     if is_first:

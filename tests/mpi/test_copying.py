@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import Shard
+from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hpcfsdp import checkpoint
@@ -157,6 +158,21 @@ def test_a_copy_of_rows_trains_as_the_original_does_and_apart_from_it(ours_on, p
     assert not any(copied(torch.ones(2, 8)).flatten()) and same(whole(model), after)
     kept = {id(tensor) for tensor in (*model.parameters(), *model.modules())}
     assert not kept & {id(tensor) for tensor in (*copied.parameters(), *copied.modules())}
+
+
+@pytest.mark.parametrize("build", [lambda: nn.LSTM(8, 8, 2), lambda: parametrizations.weight_norm(nn.Linear(8, 8))])
+def test_modules_that_keep_state_of_their_own_are_copied(world, build):
+    torch.manual_seed(0)
+    model, x = fully_shard(build()), torch.ones(3, 2, 8)
+    copied = copy.deepcopy(model)
+    before = whole(model)
+    for each in (copied, model):
+        assert same(whole(each), before)
+        outputs = each(x)
+        (outputs[0] if isinstance(outputs, tuple) else outputs).square().sum().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    after = whole(model)
+    assert same(whole(copied), after) and not same(after, before)
 
 
 def test_choices_for_rows_are_copied_and_changed_apart(world):
