@@ -32,7 +32,7 @@ from hpcfsdp.sharded.same_model import check_same_model
 from hpcfsdp.sharded.tensor_parallel import TensorView
 from hpcfsdp.sharded.unit import UNIT, ModelUnit
 from hpcfsdp.sharded.unit_mesh import UnitMesh
-from hpcfsdp.tensor.initialisation import initialise_whole_on
+from hpcfsdp.tensor.operations import complete_operations_on
 
 
 @dataclass(eq=False)
@@ -338,7 +338,7 @@ def shard_rows(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device, de
     local = torch.empty(part.shape, dtype=part.dtype, device=part.device if part.is_meta else home).copy_(part)
     device_mesh, placements = mesh.placed_rows(entry.block, dim)
     of_whole = shape if entry.block is None else entry.block.shape
-    initialise_whole_on(device_mesh)
+    complete_operations_on(device_mesh)
     made = _compat.dtensor(local, device_mesh, placements, of_whole, contiguous_strides(of_whole))
     before = whole if entry.whole is None else entry.whole
     sharded = nn.Parameter(made, requires_grad=whole.requires_grad)

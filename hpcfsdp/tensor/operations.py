@@ -1,9 +1,10 @@
-"""Initialisation of ``DTensor``s that are cut: ranks with one seed give them the values that one process gives.
+"""Operations on sharded ``DTensor``s that torch's own rules leave out, or compute for each rank alone.
 
-torch has each rank draw its own part, on a CPU with the generator of all, so that ranks with one seed draw equal parts;
-and a view of rows, as an embedding takes to set its padding to zero, is a copy. Here each rank draws the whole tensor
-and keeps its part, and views of rows of one rank are views there. Functions of torch that clip gradients also work
-for a list of several meshes.
+- Initialisation: torch has each rank draw its own part, on a CPU with the generator of all, so that ranks with one seed
+  draw equal parts; and a view of rows, as an embedding takes to set its padding to zero, is a copy. Here each rank draws
+  the whole tensor and keeps its part, and views of rows of one rank are views there.
+- Clipping of a list of gradients on several meshes, or next to plain ones.
+- Numbers that an optimizer reads, and the parts of complex parameters that it steps.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from hpcfsdp.tensor.whole import fill_block, is_cut, whole_of
 _meshes: set[DeviceMesh] = set()
 
 
-def initialise_whole_on(mesh: DeviceMesh) -> None:
-    """Not collective. From now on initialise ``DTensor``s on this mesh as one process would."""
+def complete_operations_on(mesh: DeviceMesh) -> None:
+    """Not collective. From now on compute these operations on ``DTensor``s on this mesh as one process would."""
     if not _meshes:
         aten = torch.ops.aten
         draws = [aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.bernoulli_.Tensor]
