@@ -1,8 +1,8 @@
 """Operations on sharded ``DTensor``s that torch's own rules leave out, or compute for each rank alone.
 
-- Initialisation: torch has each rank draw its own part, on a CPU with the generator of all, so that ranks with one seed
-  draw equal parts; and a view of rows, as an embedding takes to set its padding to zero, is a copy. Here each rank draws
-  the whole tensor and keeps its part, and views of rows of one rank are views there.
+- Initialisation: torch has each rank draw its own part, on a CPU with the generator of all, so that ranks with one
+  seed draw equal parts; and a view of rows, as an embedding takes to set its padding to zero, is a copy. Here each rank
+  draws the whole tensor and keeps its part, and views of rows of one rank are views there.
 - Clipping of a list of gradients on several meshes, or next to plain ones.
 - Numbers that an optimizer reads, and the parts of complex parameters that it steps.
 """
