@@ -10,7 +10,6 @@ import re
 import secrets
 from pathlib import Path
 
-from hpcfsdp.hang import stacks
 from hpcfsdp.launch import lock
 
 ABANDONED_AFTER_S = 3600.0
@@ -29,7 +28,7 @@ def checkpoint_path(directory: str | Path, step: int) -> Path:
 def new_token() -> str:
     """Unique to a save: 8 random hexadecimal digits, then digits of this process, for ``was_abandoned``."""
     pid = os.getpid()
-    return f"{secrets.token_hex(4)}{_system()}{pid:06x}{stacks.start_of(pid):010x}"
+    return f"{secrets.token_hex(4)}{_system()}{pid:06x}{int(lock.started(pid)):010x}"
 
 
 def partial_path(path: Path, token: str) -> Path:
