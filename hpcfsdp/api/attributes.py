@@ -12,7 +12,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from hpcfsdp import _compat
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.sharded.unit import ShardedUnit
+from hpcfsdp.units.flat_unit import ShardedUnit
 
 
 class PublicAttributes:

@@ -19,10 +19,10 @@ from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
 from hpcfsdp.launch import calls
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.sharded.lazy_init import become_root
-from hpcfsdp.sharded.materialize import MarkEmpty, states_on_meta
-from hpcfsdp.sharded.row_copying import copy_rows
-from hpcfsdp.sharded.row_unit import RowUnit, row_unit_of, row_units_in
+from hpcfsdp.units.dtensor_copying import copy_rows
+from hpcfsdp.units.dtensor_unit import RowUnit, row_unit_of, row_units_in
+from hpcfsdp.units.lazy_init import become_root
+from hpcfsdp.units.materialize import MarkEmpty, states_on_meta
 
 
 class UnshardHandle(stock.UnshardHandle):

@@ -26,17 +26,17 @@ from hpcfsdp.api.fsdp_module import FSDPModule, extended_class, torchs_state_err
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.engine.streams import streams_for
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.sharded import managed
-from hpcfsdp.sharded.flatten import move_buffers, own_params
-from hpcfsdp.sharded.groups import resolve_mesh, with_dtensors
-from hpcfsdp.sharded.ignored import replicated_in
-from hpcfsdp.sharded.managed import mark_modules
-from hpcfsdp.sharded.materialize import states_on_meta
-from hpcfsdp.sharded.optimizer_check import watch_optimizers
-from hpcfsdp.sharded.own import NOTHING_IGNORED, Ignored, OwnParam
-from hpcfsdp.sharded.row_unit import RowUnit, row_unit_of, shard_rows
-from hpcfsdp.sharded.unit import UNIT, unit_of
-from hpcfsdp.sharded.unit_mesh import UnitMesh
+from hpcfsdp.units import managed
+from hpcfsdp.units.dtensor_unit import RowUnit, row_unit_of, shard_rows
+from hpcfsdp.units.flat_unit import UNIT, unit_of
+from hpcfsdp.units.flatten import move_buffers, own_params
+from hpcfsdp.units.groups import resolve_mesh, with_dtensors
+from hpcfsdp.units.ignored import replicated_in
+from hpcfsdp.units.managed import mark_modules
+from hpcfsdp.units.materialize import states_on_meta
+from hpcfsdp.units.optimizer_check import watch_optimizers
+from hpcfsdp.units.own import NOTHING_IGNORED, Ignored, OwnParam
+from hpcfsdp.units.unit_mesh import UnitMesh
 
 Modules = TypeVar("Modules", bound=nn.Module | Sequence[nn.Module])
 _NO_MIXED_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()

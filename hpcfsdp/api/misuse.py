@@ -11,8 +11,8 @@ from hpcfsdp import _compat
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.sharded.lazy_init import become_root
-from hpcfsdp.sharded.unit import ShardedUnit
+from hpcfsdp.units.flat_unit import ShardedUnit
+from hpcfsdp.units.lazy_init import become_root
 
 PAST_FORWARD = frozenset({"generate"})
 """Methods of wrapped modules that compute without a call of the wrapper: those of transformers."""

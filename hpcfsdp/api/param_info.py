@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hpcfsdp.errors import EngineError
-from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.wrappers import clean_fqn
+from hpcfsdp.units.flat_unit import units_in
 
 
 @dataclass(frozen=True)

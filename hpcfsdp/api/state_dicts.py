@@ -18,13 +18,13 @@ from torch.distributed.fsdp import (
 
 from hpcfsdp import _compat
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.sharded.unit import ShardedUnit
 from hpcfsdp.state import settings
 from hpcfsdp.state.load import load_model
 from hpcfsdp.state.optim import load as load_optimizer, rekey, save as save_optimizer
 from hpcfsdp.state.save import save_model
 from hpcfsdp.state.settings import StateDictFormat
 from hpcfsdp.state.within import LoadWithin
+from hpcfsdp.units.flat_unit import ShardedUnit
 
 
 class StateDictMethods(nn.Module):

@@ -25,23 +25,23 @@ from hpcfsdp.flat.granularity import Granularity, GranularityOf, check_granulari
 from hpcfsdp.flat.prefixes import get_root_modules
 from hpcfsdp.launch import calls
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.sharded import copying, mixed_precision as precisions, policies, unshard
-from hpcfsdp.sharded.arguments import check_module, check_readers, check_types, target_device, warn_of_container
-from hpcfsdp.sharded.build import join_tp_group, make_unit, sync_values, warn_of_units
-from hpcfsdp.sharded.clip import clip_model_grads
-from hpcfsdp.sharded.eval_precision import follow_eval_mode
-from hpcfsdp.sharded.flatten import move_buffers, own_params
-from hpcfsdp.sharded.groups import resolve_mesh, with_dtensors
-from hpcfsdp.sharded.guard import guard_modules, refuse_mistakes
-from hpcfsdp.sharded.ignored import resolve_ignored
-from hpcfsdp.sharded.lazy_init import become_root
-from hpcfsdp.sharded.managed import mark_modules
-from hpcfsdp.sharded.materialize import materialize
-from hpcfsdp.sharded.optimizer_check import watch_optimizers
-from hpcfsdp.sharded.unit import WRAPPED, units_in
-from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.settings import default_settings
 from hpcfsdp.state.within import load_when_known
+from hpcfsdp.units import copying, mixed_precision as precisions, policies, unshard
+from hpcfsdp.units.arguments import check_module, check_readers, check_types, target_device, warn_of_container
+from hpcfsdp.units.build import join_tp_group, make_unit, sync_values, warn_of_units
+from hpcfsdp.units.clip import clip_model_grads
+from hpcfsdp.units.eval_precision import follow_eval_mode
+from hpcfsdp.units.flat_unit import WRAPPED, units_in
+from hpcfsdp.units.flatten import move_buffers, own_params
+from hpcfsdp.units.groups import resolve_mesh, with_dtensors
+from hpcfsdp.units.guard import guard_modules, refuse_mistakes
+from hpcfsdp.units.ignored import resolve_ignored
+from hpcfsdp.units.lazy_init import become_root
+from hpcfsdp.units.managed import mark_modules
+from hpcfsdp.units.materialize import materialize
+from hpcfsdp.units.optimizer_check import watch_optimizers
+from hpcfsdp.units.unit_mesh import UnitMesh
 
 
 class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDictMethods):

@@ -21,7 +21,7 @@ from hpcfsdp.bench.step import NAMES, OWN, OWN_ROWS, units, wrap
 from hpcfsdp.bench.tables import Ratio, Table, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.sharded.unit_mesh import UnitMesh
+from hpcfsdp.units.unit_mesh import UnitMesh
 
 PLAIN = "plain"
 ENGINES = (PLAIN, "fsdp1", "fsdp1_orig", "fsdp2", OWN, f"{OWN}_orig", OWN_ROWS)

@@ -49,8 +49,8 @@ from hpcfsdp.comm.reduce import OptionalTensors
 from hpcfsdp.errors import UsageError
 from hpcfsdp.examples.gpt.transformer import Block
 from hpcfsdp.launch.topology import Topology
-from hpcfsdp.sharded.group_cache import GroupCache
 from hpcfsdp.state.tensors import StateTensor
+from hpcfsdp.units.group_cache import GroupCache
 
 RANKS_PER_NODE = 8
 _SLOW_S = 2.0

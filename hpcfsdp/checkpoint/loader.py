@@ -34,8 +34,6 @@ from hpcfsdp.errors import (
     CheckpointReplacedError,
 )
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.sharded.guard import showing_state
-from hpcfsdp.sharded.unit import unit_of, units_in
 from hpcfsdp.state.model import (
     communicator_of,
     device_of,
@@ -48,6 +46,8 @@ from hpcfsdp.state.optim.in_file import OptimizerRestore
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, TensorInfo, refuse_subclasses, staged_of
 from hpcfsdp.state.wrappers import CleanNames, settle
 from hpcfsdp.tensor.whole import as_bytes
+from hpcfsdp.units.flat_unit import unit_of, units_in
+from hpcfsdp.units.guard import showing_state
 
 _TRIES = 5
 """How often a file may be replaced by another while it is opened."""

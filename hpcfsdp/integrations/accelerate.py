@@ -26,8 +26,8 @@ from hpcfsdp.errors import CheckpointError, EngineError, LaunchError, UsageError
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from hpcfsdp.integrations.recipe import Recipe, check_options, refuse_given
 from hpcfsdp.integrations.training_state import FILE_NAME, pack, unpack
-from hpcfsdp.sharded.unit import unit_of
 from hpcfsdp.state_dict import StateDictOptions, get_model_state_dict
+from hpcfsdp.units.flat_unit import unit_of
 from hpcfsdp.world import World, current_world, init
 
 _INSTEAD = "hpcfsdp shards the model: set fsdp_options={...}, the arguments of FullyShardedDataParallel"

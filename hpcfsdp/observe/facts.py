@@ -14,8 +14,8 @@ from hpcfsdp import accelerator, env
 from hpcfsdp.comm import Communicator
 from hpcfsdp.launch.versions import versions
 from hpcfsdp.observe import flops
-from hpcfsdp.sharded.row_unit import row_units_in
-from hpcfsdp.sharded.unit import units_in
+from hpcfsdp.units.dtensor_unit import row_units_in
+from hpcfsdp.units.flat_unit import units_in
 from hpcfsdp.world import current_world
 
 _RANK_BYTES, _HOST_BYTES = 8, 64

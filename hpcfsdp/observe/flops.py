@@ -10,7 +10,7 @@ from torch import nn
 
 from hpcfsdp import accelerator
 from hpcfsdp.observe.held_memory import flat_params
-from hpcfsdp.sharded.row_unit import row_units_in
+from hpcfsdp.units.dtensor_unit import row_units_in
 
 _LONG_ENOUGH_S = 0.01
 _SIZES = (256, 8192)

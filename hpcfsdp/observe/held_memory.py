@@ -16,8 +16,8 @@ from hpcfsdp import _compat, accelerator
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.flat.sharded_params import ShardedParams
 from hpcfsdp.flat.storage import Resident
-from hpcfsdp.sharded.row_unit import row_units_in
-from hpcfsdp.sharded.unit import units_in
+from hpcfsdp.units.dtensor_unit import row_units_in
+from hpcfsdp.units.flat_unit import units_in
 
 _RESET_PEAK = b"5"
 """For /proc/self/clear_refs, see proc(5)."""

@@ -19,9 +19,9 @@ from hpcfsdp.errors import EngineError, StateDictError
 from hpcfsdp.optim.whole_params import WholeParam, local_grad, local_part
 from hpcfsdp.reshard.cuts import Cut
 from hpcfsdp.reshard.owner_moves import Finish, OwnerMoves, TensorOf, all_of
-from hpcfsdp.sharded.group_cache import GroupCache
 from hpcfsdp.state.optim.compare import RankState, StateInfo, allgather_state_info, convert_all_state_info
 from hpcfsdp.state.tensors import TensorInfo, is_whole_state, mark_whole_state
+from hpcfsdp.units.group_cache import GroupCache
 
 State = dict[str, Any]
 """The state of one parameter."""

@@ -20,12 +20,12 @@ from hpcfsdp.flat.layout import Box, FlatLayout
 from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.reshard.cuts import BlockCut, Cut, FlatCut, Lattice
 from hpcfsdp.reshard.placements import mesh_boxes, rows_on_mesh
-from hpcfsdp.sharded.group_cache import GroupCache
-from hpcfsdp.sharded.row_unit import Rows, row_units_in
-from hpcfsdp.sharded.unit_mesh import Dim, UnitMesh
 from hpcfsdp.state.model import named_flat_params, units_of
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.tensor.whole import is_cut
+from hpcfsdp.units.dtensor_unit import Rows, row_units_in
+from hpcfsdp.units.group_cache import GroupCache
+from hpcfsdp.units.unit_mesh import Dim, UnitMesh
 
 Share = Callable[[bool], tuple[Communicator, Cut]]
 """Collective over the ranks that it gives, the first time. The ranks among which a parameter has an owner, and how they

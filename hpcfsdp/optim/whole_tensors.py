@@ -25,11 +25,11 @@ from hpcfsdp.optim.whole_params import WholeParam, local_grad, local_part, whole
 from hpcfsdp.reshard.cuts import Cut
 from hpcfsdp.reshard.owner_moves import all_of
 from hpcfsdp.reshard.owners import choose_owners
-from hpcfsdp.sharded import managed
 from hpcfsdp.state.model import communicator_of, named_flat_params
 from hpcfsdp.state.optim.initial import needs_closure, states_of_first_step
 from hpcfsdp.state.optim.values import digest, picklable
 from hpcfsdp.state.tensors import is_whole_state, mark_whole_state
+from hpcfsdp.units import managed
 
 Cost = Callable[[tuple[int, ...], Mapping[str, Any]], float]
 """The floating-point operations of a step of one parameter, by its whole shape and its group."""

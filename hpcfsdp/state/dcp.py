@@ -27,7 +27,6 @@ from hpcfsdp._compat import IncompatibleKeys
 from hpcfsdp.comm import communicator_for, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.load import load_model
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim import load, save
@@ -38,6 +37,7 @@ from hpcfsdp.state.optim.values import place_steps, same
 from hpcfsdp.state.rank0 import broadcast_values
 from hpcfsdp.state.settings import StateDictFormat, state_dict_type
 from hpcfsdp.state.wrappers import clean_fqn, with_clean_names
+from hpcfsdp.units.flat_unit import units_in
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 

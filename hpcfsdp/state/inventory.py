@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel as TorchFSDP
 
 from hpcfsdp.engine.phase import Phase
-from hpcfsdp.sharded.unit import ShardedUnit, unit_of
 from hpcfsdp.state.model import persistent_tensors
 from hpcfsdp.state.optim.keys import StepsWholeTensors
+from hpcfsdp.units.flat_unit import ShardedUnit, unit_of
 
 
 @dataclass(frozen=True)

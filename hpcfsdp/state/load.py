@@ -17,9 +17,6 @@ from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import CrossedCallsError, HpcfsdpError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout, ParamSlot
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded import unshard
-from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name
-from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.model import has_extra_state, ranks_of_model
 from hpcfsdp.state.rank0 import FROM_RANK0, Rank0Source, checked
 from hpcfsdp.state.reading import Hook, Reading, equal
@@ -29,6 +26,9 @@ from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.shown import flat_numel
 from hpcfsdp.state.tensors import Rank0Tensor
 from hpcfsdp.tensor.whole import fill_block
+from hpcfsdp.units import unshard
+from hpcfsdp.units.flat_unit import ShardedUnit, flat_param_name
+from hpcfsdp.units.unit_mesh import UnitMesh
 
 
 class Agreed(NamedTuple):

@@ -17,14 +17,14 @@ from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import CheckpointError, StateDictError
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded.build import join_tp_group
-from hpcfsdp.sharded.group_cache import GroupCache
-from hpcfsdp.sharded.unit import ShardedUnit, unit_of, units_in
-from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.dtensors import DTensorRanks
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import StateTensor
 from hpcfsdp.state.wrappers import CleanNames
+from hpcfsdp.units.build import join_tp_group
+from hpcfsdp.units.flat_unit import ShardedUnit, unit_of, units_in
+from hpcfsdp.units.group_cache import GroupCache
+from hpcfsdp.units.unit_mesh import UnitMesh
 
 EXTRA_STATE = "_extra_state"
 """The last part of the name of a module's extra state, as in torch."""

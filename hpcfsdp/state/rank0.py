@@ -13,11 +13,11 @@ from torch import nn
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import HpcfsdpError, StateDictError
-from hpcfsdp.sharded.unit import units_in
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.sources import is_extra_state
 from hpcfsdp.state.tensors import Rank0Tensor
 from hpcfsdp.tensor.sharded import check_readable, is_distributed
+from hpcfsdp.units.flat_unit import units_in
 
 FROM_RANK0 = (
     "if rank 0 alone has the state dict, load it with hpcfsdp.state_dict.set_model_state_dict and the options "

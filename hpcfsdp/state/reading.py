@@ -18,8 +18,6 @@ from torch.nn.parameter import is_lazy
 from hpcfsdp import _compat
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name, unit_of, units_in
-from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.model import persistent_tensors, ranks_of_model
 from hpcfsdp.state.rank0 import FROM_RANK0
 from hpcfsdp.state.registries import Incoming, LentTensors, New, Place, Registries
@@ -27,6 +25,8 @@ from hpcfsdp.state.settings import kind_of
 from hpcfsdp.state.shown import StandIn, flat_numel, flat_params_shown, orig_params_shown, put_back, shown_for
 from hpcfsdp.state.sources import check_source, digest_of, facts_of, is_extra_state, source_of
 from hpcfsdp.state.wrappers import clean_fqn, with_clean_names
+from hpcfsdp.units.flat_unit import ShardedUnit, flat_param_name, unit_of, units_in
+from hpcfsdp.units.unit_mesh import UnitMesh
 
 Hook = tuple[nn.Module, Callable[..., Any]]
 """A module and what it has registered to be called when it has been loaded."""

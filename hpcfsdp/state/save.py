@@ -19,9 +19,6 @@ from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.flat.layout import Box
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded.mixed_precision import modules_outside
-from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name, units_in
-from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.gather import gather, keeping_scratch
 from hpcfsdp.state.settings import StateDictFormat, kind_of, settings_of
 from hpcfsdp.state.shards import LocalShards
@@ -30,6 +27,9 @@ from hpcfsdp.state.sources import digest_of
 from hpcfsdp.state.wrappers import clean_fqn, with_clean_names
 from hpcfsdp.tensor.sharded import create_sharded_tensor
 from hpcfsdp.tensor.whole import whole_of
+from hpcfsdp.units.flat_unit import ShardedUnit, flat_param_name, units_in
+from hpcfsdp.units.mixed_precision import modules_outside
+from hpcfsdp.units.unit_mesh import UnitMesh
 
 
 @dataclass

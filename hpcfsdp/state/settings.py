@@ -28,8 +28,8 @@ from torch.distributed.fsdp import (
 )
 
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.sharded.unit import ShardedUnit, unit_of
-from hpcfsdp.sharded.unit_mesh import UnitMesh
+from hpcfsdp.units.flat_unit import ShardedUnit, unit_of
+from hpcfsdp.units.unit_mesh import UnitMesh
 
 log = logging.getLogger("hpcfsdp.state")
 

@@ -16,9 +16,9 @@ import torch
 from hpcfsdp.flat.layout import Box, FlatLayout, Run
 from hpcfsdp.reshard.blocks import ShardedBlocks
 from hpcfsdp.reshard.boxes import run_boxes
-from hpcfsdp.sharded.unit_mesh import Dim, UnitMesh
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor
 from hpcfsdp.tensor.whole import Staging, forget_memory
+from hpcfsdp.units.unit_mesh import Dim, UnitMesh
 
 _LEAST_NUMEL = 1 << 14
 """Elements that a rank writes at least of a tensor: many small extents cost more than they spread."""

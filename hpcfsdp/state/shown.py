@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded import unshard
-from hpcfsdp.sharded.guard import showing_state
-from hpcfsdp.sharded.unit import ShardedUnit, flat_param_name
 from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
+from hpcfsdp.units import unshard
+from hpcfsdp.units.flat_unit import ShardedUnit, flat_param_name
+from hpcfsdp.units.guard import showing_state
 
 
 class StandIn(torch.Tensor):

@@ -14,11 +14,11 @@ from hpcfsdp._compat import IncompatibleKeys
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import CrossedCallsError, StateDictError
 from hpcfsdp.launch.calls import public_call
-from hpcfsdp.sharded.unit import WRAPPED, ShardedUnit
 from hpcfsdp.state.load import Agreed, agree, commit, finish, refuse_assign
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.reading import Reading, own_hook
 from hpcfsdp.state.wrappers import clean_fqn
+from hpcfsdp.units.flat_unit import WRAPPED, ShardedUnit
 
 _WAITING = "_hpcfsdp_waiting"
 """Where a module that loads a state dict keeps the units inside of it that are to be loaded."""

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from hpcfsdp.errors import CheckpointError, StateDictError
-from hpcfsdp.sharded.unit import WRAPPED
+from hpcfsdp.units.flat_unit import WRAPPED
 
 CHILD = "module"
 """The name under which wrappers that forward everything to one model register it."""

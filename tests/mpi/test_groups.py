@@ -15,8 +15,8 @@ from hpcfsdp.comm.mpi_communicator import MpiCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import DisagreementError, LaunchError
 from hpcfsdp.launch.topology import Topology
-from hpcfsdp.sharded import group_cache, groups as groups_module
-from hpcfsdp.sharded.groups import resolve_mesh
+from hpcfsdp.units import group_cache, groups as groups_module
+from hpcfsdp.units.groups import resolve_mesh
 
 pytestmark = [pytest.mark.ranks(4, 1, 2, 3), pytest.mark.transport]
 

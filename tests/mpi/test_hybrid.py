@@ -19,7 +19,7 @@ def two_nodes(world, monkeypatch):
     import dataclasses
 
     from hpcfsdp import world as module
-    from hpcfsdp.sharded import group_cache
+    from hpcfsdp.units import group_cache
 
     if world.size != 4:
         pytest.skip("two nodes of two ranks need four ranks")

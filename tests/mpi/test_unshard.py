@@ -11,7 +11,7 @@ from hpcfsdp.comm.mpi_communicator import MpiCommunicator
 from hpcfsdp.errors import EngineError
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.launch.topology import Topology
-from hpcfsdp.sharded.unshard import walk_full_params
+from hpcfsdp.units.summon import walk_full_params
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi.models import ORIGINAL, batch, loss_of, make_net, plain_copy, shard, units, unsharded_bytes
 

@@ -150,7 +150,7 @@ def test_an_example_uses_public_names_alone(module):
         "from hpcfsdp.comm import raise_together",
         "from hpcfsdp.checkpoint import writer",
         "from hpcfsdp import world",
-        "import hpcfsdp.sharded.unit",
+        "import hpcfsdp.units.flat_unit",
         "model._unit.mesh",
     ],
 )

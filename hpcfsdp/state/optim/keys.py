@@ -19,9 +19,9 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import StateDictError, nearest
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.sharded.unit_mesh import UnitMesh
 from hpcfsdp.state.model import flat_params, named_flat_params
 from hpcfsdp.state.wrappers import CleanNames, clean_fqn
+from hpcfsdp.units.unit_mesh import UnitMesh
 
 ParamKey = int | str
 """The key of a parameter in an optimizer's state dict: its number in ``param_groups``, or its name."""

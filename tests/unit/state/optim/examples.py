@@ -11,12 +11,12 @@ from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.sharded.groups import resolve_mesh
 from hpcfsdp.state.optim.keys import FSDPParamInfo, get_fqn_to_fsdp_param_info
 from hpcfsdp.state.optim.local import FlatParamState
 from hpcfsdp.state.optim.save import communicate_optim_state
 from hpcfsdp.state.settings import StateDictFormat
 from hpcfsdp.state.wrappers import clean_fqn
+from hpcfsdp.units.groups import resolve_mesh
 from hpcfsdp.wrap import ModuleWrapPolicy
 
 NO_SHARD = ShardingStrategy.NO_SHARD

@@ -1,0 +1,235 @@
+"""Construction of units: ranks compare their models, and flat parameters replace the modules' own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+from hpcfsdp import _compat
+from hpcfsdp.comm import Communicator, raise_together_over
+from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.granularity import Granularity, GranularityOf
+from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.flat.precision import Dtypes
+from hpcfsdp.flat.sync import sync_params_and_buffers
+from hpcfsdp.units.assigned import watch_assignments
+from hpcfsdp.units.flat_unit import ShardedUnit, clean_path, flat_param_name, made_inside, units_in
+from hpcfsdp.units.group_cache import GroupCache, rank_names
+from hpcfsdp.units.groups import check_apart
+from hpcfsdp.units.own import Ignored, OwnParam, OwnParams
+from hpcfsdp.units.same_model import check_same_model, warn_of_values
+from hpcfsdp.units.tensor_parallel import TensorView
+from hpcfsdp.units.unit_mesh import UnitMesh
+
+CHUNK_NUMEL = 1 << 20
+"""Of a flat parameter where ranks share memory. Gradient buffers are as large as the largest flat parameter, and small
+ones stay in the cache between write and read. Other transports need large messages."""
+_WARNED = "the user has been warned"
+
+
+def sync_values(own: OwnParams, mesh: UnitMesh) -> None:
+    """Collective over the unit's ranks. Broadcast the values of the first rank."""
+    for dim, comm in mesh.along.items():
+        if comm.size > 1:
+            sync_params_and_buffers(comm, own.params_alike + own.buffers_alike if dim == "tensor" else own.tensors)
+
+
+def make_unit(
+    wrapper: nn.Module,
+    module: nn.Module,
+    *,
+    mesh: UnitMesh,
+    own: OwnParams,
+    ignored: Ignored,
+    device: torch.device | None,
+    use_orig_params: bool,
+    offload: bool,
+    mixed_precision: MixedPrecision,
+    full_precision: tuple[type[nn.Module], ...],
+    made: frozenset[str] | None,
+    granularity: Granularity | GranularityOf = 1,
+) -> ShardedUnit:
+    """Collective over the unit's ranks. Make the unit of a module.
+
+    Args:
+        wrapper: of `module`.
+        device: to compute on; None for that of the parameters.
+        offload: keep shards in host memory.
+        full_precision: types of modules that compute in full precision.
+        made: names of parameters that were initialised here; None if all ranks have the same values.
+        granularity: what of each parameter stays on one rank.
+    """
+    if shares_memory(mesh) and granularity == 1:  # of large blocks, few would fit well into small flat parameters
+        own.split(CHUNK_NUMEL)
+    dtypes = [
+        dtypes_for(mixed_precision, group[0].param.dtype, isinstance(group[0].places[0][0], full_precision))
+        for group in own.groups
+    ]
+    layouts = [
+        FlatLayout.plan(
+            ((p.fqn, p.param.shape, p.aliases) for p in group),
+            of_group.param,
+            mesh.shard.size,
+            {p.fqn: p.block for p in group if p.block is not None},
+            itemsize=of_group.itemsize,
+            granularity=None if granularity == 1 else {p.fqn: _granularity_of(p, granularity) for p in group},
+        )
+        for group, of_group in zip(own.groups, dtypes, strict=True)
+    ]
+    agreed = _compare(module, own, layouts, mesh, made)
+    reduce_comm = comm_for_reductions(mesh, dtypes)
+    flats = []
+    for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
+        for entry in group:
+            entry.replace_dtensor()
+            entry.mark()  # while it has its shape
+        flat = FlatParam(
+            [entry.param for entry in group],
+            layout,
+            mesh.shard,
+            reduce_comm=reduce_comm,
+            replicas=mesh.replicas,
+            dtypes=dtypes[index],
+            device=device,
+            use_orig_params=use_orig_params,
+            offload=offload,
+            always_whole=mesh.strategy is ShardingStrategy.NO_SHARD,
+        )
+        for entry in group:
+            if not use_orig_params:
+                entry.deregister()
+        if not use_orig_params:
+            module.register_parameter(flat_param_name(index), flat.parameter)
+        flats.append(flat)
+    name = type(module).__name__
+    for entry in own.entries:
+        for place, _ in entry.places:
+            _compat.refuse_parallelizing(place, functools.partial(_too_late, name, entry.fqn))
+    views = [
+        TensorView(entry.param, entry.block, mesh.tensor_mesh, entry.places, use_orig_params)
+        for entry in own.entries
+        if entry.block is not None
+    ]
+    unit = ShardedUnit(
+        wrapper,
+        name,
+        flats,
+        views,
+        mesh=mesh,
+        own=own,
+        ignored=ignored,
+        use_orig_params=use_orig_params,
+        mixed_precision=mixed_precision,
+        full_precision=full_precision,
+        flat_owner=module,
+    )
+    unit.marks = [(comm, mark) for comm, (mark, _) in agreed.items()]
+    unit.differing = next((differing for _, differing in agreed.values() if differing is not None), None)
+    for flat, group in zip(flats, own.groups, strict=True):
+        watch_assignments(unit, flat, group)
+    return unit
+
+
+def _granularity_of(entry: OwnParam, granularity: Granularity | GranularityOf) -> Granularity:
+    shape = tuple(entry.param.shape) if entry.block is None else entry.block.shape
+    return granularity(entry.fqn, torch.Size(shape)) if callable(granularity) else granularity
+
+
+def join_tp_group(unit: ShardedUnit, tensor_mesh: DeviceMesh, *, sync_module_states: bool) -> None:
+    """Collective over the unit's ranks and the tensor-parallel ranks. Add these to a unit without DTensors."""
+    mesh, flats = unit.mesh.with_tensor(tensor_mesh), unit.flats
+    sharing = mesh.ranks("replicate", "shard")
+    with raise_together_over(mesh.lines()):
+        check_apart(f"the unit around {unit.name}", tensor_mesh, unit.name, sharing)
+    trained = [flat.requires_grad for flat in flats]
+    with raise_together_over(unit.mesh.lines()):
+        check_same_model(mesh.tensor, [flat.layout for flat in flats], trained, mesh.ranks("tensor"))
+    if sync_module_states:
+        shards = [flat.parameter.data.clone() for flat in flats]  # shared memory cannot receive
+        sync_params_and_buffers(mesh.tensor, [*shards, *unit.own.buffers_alike])
+        for flat, shard in zip(flats, shards, strict=True):
+            flat.parameter.data.copy_(shard)
+    unit.mesh = mesh
+
+
+def warn_of_units(root: nn.Module, stacklevel: int) -> None:
+    """Warn once about values in units within `root` that differ between ranks."""
+    names = {module: name for name, module in root.named_modules()}
+    found = {unit: unit.differing for unit in units_in(root) if unit.differing is not None}
+    if found and _WARNED not in found.values():
+        unit, what = next(iter(found.items()))
+        name = clean_path(names[unit.wrapper])
+        warn_of_values(f"in the unit {name!r}, {what}" if name else what, stacklevel=stacklevel)
+    if found:
+        next(iter(found)).differing = _WARNED
+
+
+def _compare(
+    module: nn.Module,
+    own: OwnParams,
+    layouts: Sequence[FlatLayout],
+    mesh: UnitMesh,
+    made: frozenset[str] | None,
+) -> dict[Communicator, tuple[str, str | None]]:
+    """Collective over the unit's ranks. Refuse different parameters, and units inside that ranks made otherwise."""
+    trained = [group[0].param.requires_grad for group in own.groups]
+    counted = {entry.fqn: entry.counted_fqn for entry in own.entries}
+    comms: list[Communicator] = mesh.lines()
+    agreed: dict[Communicator, tuple[str, str | None]] = {}
+    for comm in comms:
+        is_tensor = comm is mesh.tensor  # each has another block
+        alike = [layout.of_tensor_rank(0) for layout in layouts] if is_tensor else layouts
+        # Shards may be drawn by different ranks; replicas of a shard must be the same.
+        are_parts = not is_tensor and (mesh.size("replicate") == 1 or comm is mesh.shard)
+        excluded = made if made is not None and are_parts else frozenset()
+        values = None if made is None else own.named_values(excluded, alike_only=is_tensor)
+        with raise_together_over(other for other in comms if other is not comm):
+            agreed[comm] = check_same_model(
+                comm,
+                alike,
+                trained,
+                rank_names(comm),
+                counted_fqns=counted,
+                values=values,
+                inside=made_inside(module, comm),
+            )
+    return agreed
+
+
+def shares_memory(mesh: UnitMesh) -> bool:
+    """Whether ranks of a unit share memory."""
+    return any(comm.shares_memory for dim, comm in mesh.along.items() if dim != "tensor" and comm.size > 1)
+
+
+def comm_for_reductions(mesh: UnitMesh, dtypes: Sequence[Dtypes]) -> Communicator:
+    """Collective over the shards' ranks, the first time. Their communicator for gradients of these dtypes."""
+    if not any(of_group.param.is_floating_point for of_group in dtypes) or not dist.is_initialized():
+        return mesh.shard
+    narrow = any(of_group.reduce != of_group.accumulate for of_group in dtypes)
+    return GroupCache.current().for_reductions(mesh.shard, narrow=narrow)
+
+
+def dtypes_for(mixed: MixedPrecision, kept: torch.dtype, full_precision: bool = False) -> Dtypes:
+    """The dtypes of parameters of one dtype in a unit."""
+    if full_precision:
+        return Dtypes.plan(kept)
+    return Dtypes.plan(
+        kept,
+        param=mixed.param_dtype,
+        reduce=mixed.reduce_dtype,
+        keep_low_precision_grads=mixed.keep_low_precision_grads,
+    )
+
+
+def _too_late(unit: str, fqn: str) -> EngineError:
+    return EngineError(
+        f"parallelize_module was called with {fqn!r} of the unit {unit}, which is already sharded: call "
+        "parallelize_module first, and wrap its result"
+    )

@@ -1,0 +1,126 @@
+"""The norm of all gradients of a sharded model, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from hpcfsdp import _compat
+from hpcfsdp.comm import Communicator
+from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.gradient import note_unchanged
+from hpcfsdp.units.flat_unit import ShardedUnit, units_in
+from hpcfsdp.units.tensor_parallel import replicated_grad
+
+_DOUBLE = (torch.float64, torch.complex128)
+
+
+def clip_model_grads(root: ShardedUnit, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Collective over the ranks of the root unit. Clip the gradients of its whole model, see ``clip_grad_norm``.
+
+    Parameters that are ignored count once, as if they were the same on all ranks.
+
+    Raises:
+        EngineError: a unit is sharded over more ranks than the root.
+    """
+    num_ranks, num_blocks = root.mesh.size("replicate", "shard"), root.mesh.size("tensor")
+    shares: dict[int, list[torch.Tensor]] = {}
+    params: dict[nn.Parameter, None] = {}
+    managed: set[nn.Parameter] = set()
+    for unit in units_in(root.wrapper):
+        if unit.mesh.size("replicate", "shard") > num_ranks:
+            raise EngineError(
+                f"{unit.name} is sharded over more ranks than the root ({num_ranks}), so the root cannot compute the "
+                "norm of all gradients: wrap the root over all ranks"
+            )
+        for flat in unit.flats:
+            managed.update((flat.parameter, *flat.leaves))
+            params.update(dict.fromkeys(flat.stepped))
+            for copies, grad in flat.grad_parts(num_blocks):
+                shares.setdefault(unit.mesh.size("replicate") * copies, []).append(grad)
+    for param in root.wrapper.parameters():
+        if param not in managed:
+            params[param] = None
+            if param.grad is not None:
+                copies, grad = replicated_grad(param, root.mesh)
+                shares.setdefault(num_ranks * copies, []).append(grad)
+    norm = clip_grad_norm(list(params), shares.items(), root.mesh.lines(), max_norm, norm_type)
+    for param in params:
+        note_unchanged(param.grad)
+    return norm
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    params: Sequence[nn.Parameter],
+    shares: Iterable[tuple[int, Sequence[torch.Tensor]]],
+    comms: Sequence[Communicator],
+    max_norm: float,
+    norm_type: float = 2.0,
+) -> torch.Tensor:
+    """Collective over `comms`. Scale gradients so that their norm, over all ranks, is at most `max_norm`.
+
+    Each element counts once: shards do not overlap, and padding is zero.
+
+    Args:
+        params: with the gradients to scale; the same on all ranks, but for their shapes.
+        shares: parts of these gradients, each with the number of ranks that hold the same part.
+        comms: one after the other they connect all ranks.
+        norm_type: p of the p-norm, > 0 or inf; 0 counts the elements that are not 0.
+
+    Returns:
+        The norm before clipping, a float32 scalar (float64 if a gradient is, or complex128), the same on every rank.
+
+    Raises:
+        ValueError: `norm_type` is negative or NaN.
+    """
+    norm_type, max_norm = float(norm_type), float(max_norm)
+    if not norm_type >= 0:
+        raise ValueError(f"norm_type must be 0, positive or inf, not {norm_type}")
+    # From the parameters, which are the same on all ranks; a gradient may be missing on some.
+    dtype = torch.float64 if any(param.dtype in _DOUBLE for param in params) else torch.float32
+    device = params[0].device if params else torch.device("cpu")
+    is_max = math.isinf(norm_type)
+    parts = [
+        _sum_of_powers(grads, norm_type, dtype).to(device) / (1 if is_max else copies)
+        for copies, grads in shares
+        if any(grad.numel() for grad in grads)
+    ]
+    # In one dtype on all ranks, which may hold different parameters.
+    gathered = torch.stack(parts or [torch.zeros((), device=device)]).double()
+    total = gathered.amax() if is_max else gathered.sum()
+    for comm in comms:
+        here = total.to(comm.device)
+        comm.all_reduce(here, "max" if is_max else "sum")
+        total = here.to(device)
+    if norm_type and not is_max:
+        total = total ** (1.0 / norm_type)
+    total = total.to(dtype)
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grads in of_one_kind(_compat.local_of(param.grad) for param in params if param.grad is not None):
+        _compat.multiply_each_(grads, scale.to(grads[0].device, grads[0].dtype.to_real()))
+    return total
+
+
+def _sum_of_powers(grads: Sequence[torch.Tensor], p: float, dtype: torch.dtype) -> torch.Tensor:
+    """The p-th power of the p-norm of gradients; the norm itself where p is inf."""
+    norms: dict[torch.Tensor, torch.Tensor] = {}
+    for group in of_one_kind(grads):
+        computed = dtype.to_complex() if group[0].is_complex() else dtype
+        norms.update(zip(group, _compat.norm_of_each(group, p, dtype=computed), strict=True))
+    stacked = torch.stack([norms[grad] for grad in grads if grad.numel()])
+    if math.isinf(p):
+        return stacked.amax()
+    return (stacked**p if p else stacked).sum()
+
+
+def of_one_kind(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """The gradients with elements, in groups of one device and dtype: a device handles a group by few kernels."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in grads:
+        if grad.numel():
+            groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    return groups.values()

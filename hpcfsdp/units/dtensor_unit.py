@@ -1,0 +1,372 @@
+"""The unit of modules that were given to ``fully_shard``: their parameters become rows in ``DTensor`` parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.tensor import DTensor
+
+from hpcfsdp import _compat
+from hpcfsdp.comm import raise_together_over
+from hpcfsdp.engine.containers import tensors_in
+from hpcfsdp.engine.phase import Phase
+from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.layout import TensorBlock, contiguous_strides
+from hpcfsdp.flat.precision import Dtypes
+from hpcfsdp.flat.row_layout import RowLayout
+from hpcfsdp.flat.row_params import Gather, RowParam, RowParams
+from hpcfsdp.flat.storage import nothing_of
+from hpcfsdp.tensor.operations import complete_operations_on
+from hpcfsdp.units import managed, optimizer_check
+from hpcfsdp.units.build import CHUNK_NUMEL, comm_for_reductions, dtypes_for, shares_memory
+from hpcfsdp.units.flat_unit import UNIT, ModelUnit
+from hpcfsdp.units.group_cache import rank_names
+from hpcfsdp.units.materialize import refuse_uninitialised
+from hpcfsdp.units.own import OwnParam
+from hpcfsdp.units.same_model import check_same_model
+from hpcfsdp.units.tensor_parallel import TensorView
+from hpcfsdp.units.unit_mesh import UnitMesh
+
+
+@dataclass(eq=False)
+class Rows:
+    """A parameter of a ``RowUnit``.
+
+    Attributes:
+        fqn: its name in the unit; `aliases` are others.
+        shape: of the block if there is one.
+        dim: along which it is cut.
+        mesh: its ranks, those of the unit or others.
+        param: this rank's rows.
+    """
+
+    fqn: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dim: int
+    block: TensorBlock | None
+    mesh: UnitMesh
+    param: RowParam
+
+
+class RowUnit(ModelUnit):
+    """The unit of one or several modules.
+
+    Between steps their parameters are ``DTensor``s, whose memory is that of the engine. They may be moved, cast and
+    replaced: ``prepare`` makes new memory then, and moves the rows there.
+
+    Attributes:
+        rows: its parameters.
+        device: of the computation.
+        pin_memory: of offloaded rows.
+        output_dtype: floating-point outputs are cast to it; None to leave them.
+        gather: the user's function to gather shards; None for that of the communicator.
+        separate_reductions: whether gradients are reduced by a communicator of their own on a device.
+        is_stale: whether the memory has to be made anew.
+        uninitialised: parameters and buffers that were on the meta device, and perhaps have no value yet.
+    """
+
+    output_dtype: torch.dtype | None = None
+    gather: Gather | None = None
+    separate_reductions = True
+
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[nn.Module],
+        rows: Sequence[Rows],
+        *,
+        mesh: UnitMesh,
+        mixed_precision: MixedPrecision,
+        device: torch.device,
+        pin_memory: bool,
+    ) -> None:
+        super().__init__(name, (), (), holder=modules[0], mesh=mesh, mixed_precision=mixed_precision)
+        self.rows = tuple(rows)
+        self.device = device
+        self.pin_memory = pin_memory
+        self.is_stale = True
+        self.uninitialised: list[tuple[str, nn.Module, str]] = []
+        self.prefetch_backward = "pre"
+        self._modules = [weakref.ref(module) for module in modules]
+        self._called: set[nn.Module] = set()  # in this forward
+        self._current = modules[0]
+        self._num_calls_of: Counter[nn.Module] = Counter()  # that expect a backward
+        holders = dict.fromkeys(place for each in rows for place, _ in each.param.places if place not in modules)
+        # Others may convert their DTensors themselves.
+        stock = [holder for holder in holders if type(holder).__module__.startswith("torch.nn.")]
+        self.guard([_compat.hooks_before_forward(holder) for holder in stock], _RefuseOutside(self))
+
+    @property
+    def module(self) -> nn.Module:
+        return self.wrapper
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All of them."""
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    def mark(self) -> None:
+        """Not collective. Mark its parameters as owned by a unit. Moving them to a device takes the marks off."""
+        for each in self.rows:
+            managed.mark(each.param.sharded, each.fqn, tuple(each.param.sharded.shape))
+
+    def inner_units(self) -> Sequence[RowUnit]:
+        return list(dict.fromkeys(unit for module in self.modules for unit in row_units_in(module)))
+
+    def choose_reshard(self) -> None:
+        """As in torch, modules of the outermost unit hold whole parameters between a forward and its backward."""
+        self.reshard_after_forward = not self.is_root if self.reshard_choice is None else self.reshard_choice
+
+    def fits(self) -> bool:
+        """Not collective, at rest. Adopt what the user has assigned. False if the memory has to be made anew."""
+        if not self.values.is_unsharded:
+            for each in self.rows:
+                replaced = each.param.adopt_assigned(each.fqn)
+                if replaced is not None:
+                    managed.mark(each.param.sharded, each.fqn, tuple(replaced.shape))
+                    managed.replace(replaced)
+                    optimizer_check.check_again()
+        return not self.is_stale and all(flat.fits() for flat in self.flats)
+
+    def refresh(self) -> None:
+        """Collective over the unit's ranks, unless it ``fits``. ``prepare`` it, unless a parameter has no memory yet.
+
+        A program may keep a state dict: it stays that of the model as long as the rows stay where they are.
+        """
+        if not self.fits() and not any(each.param.local.is_meta for each in self.rows):
+            self.prepare()
+
+    def remake(self) -> None:
+        """Collective over the unit's ranks. Make the memory of the rows anew, as options have changed."""
+        self.is_stale = True
+        self.refresh()
+
+    def check_ready(self) -> None:
+        """Collective over the unit's ranks, the first time since its parameters were on the meta device."""
+        if self.uninitialised:
+            with raise_together_over(self.mesh.lines()):
+                refuse_uninitialised(self.uninitialised)
+            self.uninitialised = []
+
+    def prepare(self) -> None:
+        """Collective over the unit's ranks, unless it ``fits``. Make the memory of the rows.
+
+        Raises:
+            EngineError: a parameter is on the meta device.
+            DisagreementError: ranks have different parameters.
+        """
+        if self.root is not None:
+            self.root.reshard([self], meet=False)  # its streams may not be those of the next root
+            self.root = None
+        if self.fits():
+            return
+        with raise_together_over(self.mesh.lines()):
+            self._refuse_meta()
+        flats: list[RowParams] = []
+        self.marks = []
+        for mesh, group, dtypes in self._groups():
+            params = [(each.fqn, each.shape, each.dim, each.aliases, each.block) for each in group]
+            layout = RowLayout.plan(params, dtypes.param, mesh.shard.size, itemsize=dtypes.itemsize)
+            for comm in mesh.data_lines():
+                with raise_together_over(line for line in mesh.lines() if line is not comm):
+                    mark, _ = check_same_model(comm, [layout], [True], rank_names(comm))
+                self.marks.append((comm, mark))
+            flats.append(
+                RowParams(
+                    [each.param for each in group],
+                    layout,
+                    mesh.shard,
+                    reduce_comm=comm_for_reductions(mesh, [dtypes]) if self.separate_reductions else None,
+                    replicas=mesh.replicas,
+                    dtypes=dtypes,
+                    device=self.device,
+                    pin_memory=self.pin_memory,
+                    gather=self.gather,
+                )
+            )
+        self.hold(flats)
+        self.views = tuple(self._tensor_views(flats))
+        self.is_stale = False
+
+    def _refuse_meta(self) -> None:
+        on_meta = [each.fqn for each in self.rows if each.param.local.is_meta]
+        if on_meta:
+            more = f" and {len(on_meta) - 1} more" if len(on_meta) > 1 else ""
+            raise EngineError(
+                f"{self.name}: the parameter {on_meta[0]!r}{more} is on the meta device: call "
+                f"model.to_empty(device={str(self.device)!r}) and initialise the parameters before the first forward, "
+                "or load a state dict with assign=True"
+            )
+
+    def _groups(self) -> Iterator[tuple[UnitMesh, list[Rows], Dtypes]]:
+        """Parameters that are gathered together: of the same ranks, dtype, device and ``requires_grad``.
+
+        Where ranks share memory, those that are cut along another dimension than the first are apart: their rows need
+        memory of their own, as they are not contiguous in the whole parameter.
+        """
+        found: dict[tuple[object, ...], list[Rows]] = {}
+        for each in self.rows:
+            local, apart = each.param.local, each.dim > 0 and shares_memory(each.mesh)
+            key = id(each.mesh), local.dtype, local.device, each.param.sharded.requires_grad, apart
+            found.setdefault(key, []).append(each)
+        for group in found.values():
+            mesh, dtype = group[0].mesh, group[0].param.local.dtype
+            dtypes = dtypes_for(self.mixed_precision, dtype)
+            # Small gradient buffers stay in the cache; other transports need large messages.
+            most = CHUNK_NUMEL if shares_memory(mesh) and self.reduce_options.hook is None else None
+            yield from ((mesh, part, dtypes) for part in _parts(group, most))
+
+    def _tensor_views(self, flats: Sequence[RowParams]) -> Iterator[TensorView]:
+        leaves = {param: leaf for flat in flats for param, leaf in zip(map(id, flat.params), flat.leaves, strict=True)}
+        for each in self.rows:
+            if each.block is not None:
+                leaf, mesh = leaves[id(each.param)], each.mesh.tensor_mesh
+                assert mesh is not None
+                yield TensorView(leaf, each.block, mesh, list(each.param.places), is_registered=True)
+
+    # Several modules in one unit
+
+    def enter(self, module: nn.Module) -> None:
+        """Not collective. One of the modules is called next."""
+        self._current = module
+        self._called.add(module)
+
+    @property
+    def is_partly_called(self) -> bool:
+        return len(self._called) < len(self._modules)
+
+    def end_forward(self, *, broken: bool) -> None:
+        super().end_forward(broken=broken)
+        if broken or not self.is_partly_called:
+            self._called.clear()
+
+    flats: tuple[RowParams, ...]
+
+    def lend(self, *, stays: bool) -> None:
+        del stays
+        self.show()
+        for flat in self.flats:
+            flat.lend()
+
+    @property
+    def stays_unsharded(self) -> bool:
+        # Only where the program has asked for it: some changes cannot be seen, such as those by torch's _foreach_mul_.
+        return self.is_kept or self.reshard_choice is False or not self.reshard_after_backward
+
+    def complete_forward(self) -> bool:
+        is_left = bool(self._called) and self.phase is Phase.IDLE
+        self._called.clear()
+        return is_left and self.reshard_after_forward
+
+    def expect_backward(self, *, later: bool) -> None:
+        if not self.num_calls:
+            self._num_calls_of.clear()
+        self._num_calls_of[self._current] += later
+        super().expect_backward(later=later)
+        self.num_calls = max(self._num_calls_of.values())  # each module has its own part of the backward
+
+    def end_backward(self) -> None:
+        super().end_backward()
+        self._called.clear()
+
+    def reset(self) -> None:
+        super().reset()
+        self._called.clear()
+
+
+class _RefuseOutside:
+    """Refuses calls of a module outside of its unit, where torch would refuse to compute with plain and DTensors.
+
+    A hook before its forward. A copy of the module has an inert one.
+    """
+
+    def __init__(self, unit: RowUnit | None = None) -> None:
+        self._unit = None if unit is None else weakref.ref(unit)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        unit = None if self._unit is None else self._unit()
+        is_at_rest = any(isinstance(param, DTensor) for param in module._parameters.values())
+        tensors = list(tensors_in(args)) if is_at_rest else []
+        if unit is not None and tensors and not any(isinstance(t, DTensor) or t.numel() == 1 for t in tensors):
+            raise EngineError(
+                f"{unit.name}: its {type(module).__name__} was called with plain tensors from outside of "
+                "the unit, where its parameters are DTensors: call the module that was given to fully_shard, shard "
+                "the inner module first, as a unit of its own, or call it between unshard() and reshard() of the unit"
+            )
+
+    def __reduce__(self) -> tuple[type[_RefuseOutside], tuple[()]]:
+        return _RefuseOutside, ()
+
+
+def _parts(group: Sequence[Rows], most: int | None) -> Iterator[list[Rows]]:
+    """Consecutive parts of at most `most` elements, or of one parameter that has more."""
+    part: list[Rows] = []
+    held = 0
+    for each in group:
+        # Of the largest block: the same on all ranks.
+        numel = each.block.largest_numel if each.block is not None else torch.Size(each.shape).numel()
+        if part and most is not None and held + numel > most:
+            yield part
+            part, held = [], 0
+        part.append(each)
+        held += numel
+    if part:
+        yield part
+
+
+@torch.no_grad()
+def shard_rows(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device, device: torch.device) -> Rows:
+    """Collective over the ranks of `mesh`, the first time. Replace a parameter by this rank's rows of it.
+
+    Args:
+        dim: along which to cut.
+        home: where the rows are to be; those of a parameter on the meta device stay there.
+        device: of the computation.
+    """
+    whole, shape = entry.param, tuple(entry.param.shape)
+    rows = -(-shape[dim] // mesh.shard.size)
+    begin = min(mesh.shard.rank * rows, shape[dim])
+    part = whole.detach().narrow(dim, begin, min(rows, shape[dim] - begin))
+    local = torch.empty(part.shape, dtype=part.dtype, device=part.device if part.is_meta else home).copy_(part)
+    device_mesh, placements = mesh.placed_rows(entry.block, dim)
+    of_whole = shape if entry.block is None else entry.block.shape
+    complete_operations_on(device_mesh)
+    made = _compat.dtensor(local, device_mesh, placements, of_whole, contiguous_strides(of_whole))
+    before = whole if entry.whole is None else entry.whole
+    sharded = nn.Parameter(made, requires_grad=whole.requires_grad)
+    sharded.__dict__.update(before.__dict__)
+    _compat.move_hooks(before, sharded)
+    leaf = whole
+    if whole.is_meta or before is not whole:
+        managed.retire(before, entry.fqn, of_whole)  # another module may hold it
+        leaf = nn.Parameter(nothing_of((), whole.dtype, device), requires_grad=whole.requires_grad)
+    _compat.replace_data(leaf, nothing_of(shape, whole.dtype, device))  # its memory is free
+    hide_leaf(leaf, entry.fqn, of_whole)
+    param = RowParam(sharded, leaf, entry.places, is_shown_elsewhere=entry.block is not None)
+    param.register(sharded)
+    return Rows(entry.fqn, entry.aliases, shape, dim, entry.block, mesh, param)
+
+
+def hide_leaf(leaf: nn.Parameter, fqn: str, shape: tuple[int, ...]) -> None:
+    """Mark the parameter that modules compute with: an optimizer may hold it."""
+    managed.mark(leaf, fqn, shape)
+    managed.hide(leaf)
+
+
+def row_unit_of(module: nn.Module) -> RowUnit | None:
+    """The unit of a module that was given to ``fully_shard``; None for any other."""
+    found: RowUnit | None = module.__dict__.get(UNIT)
+    return found
+
+
+def row_units_in(module: nn.Module) -> list[RowUnit]:
+    """The units within a module, itself included, outer ones first, each once."""
+    return list(dict.fromkeys(unit for inner in module.modules() if (unit := row_unit_of(inner)) is not None))

@@ -1,0 +1,271 @@
+"""A unit of a model: a module, its ranks, and its parameters. ``units_in`` finds the units of a model."""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, StateDictSettings
+
+from hpcfsdp.comm import Communicator
+from hpcfsdp.engine.phase import Phase
+from hpcfsdp.engine.root import Root
+from hpcfsdp.engine.streams import Streams
+from hpcfsdp.engine.unit import ComputedView, Unit
+from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.flat.sharded_params import ShardedParams, other_in_place_of
+from hpcfsdp.units.group_cache import rank_names
+from hpcfsdp.units.own import NOTHING_IGNORED, Ignored, OwnParams
+from hpcfsdp.units.same_model import compare_units
+from hpcfsdp.units.unit_mesh import UnitMesh
+
+WRAPPED = "_fsdp_wrapped_module"
+"""The name of the wrapped module in its wrapper."""
+
+
+UNIT = "_hpcfsdp_unit"
+"""The attribute of a module that was given to ``fully_shard`` with its unit."""
+
+
+def flat_param_name(index: int) -> str:
+    """The name of a unit's flat parameter in its module."""
+    return f"_flat_param_{index}" if index else "_flat_param"
+
+
+class ModelUnit(Unit):
+    """The engine's unit, with its module, its ranks, and the user's settings.
+
+    Attributes:
+        mesh: its ranks.
+        mixed_precision: never None.
+        root: of all units under the outermost one, None until that is first called.
+        is_root: whether it is the outermost one.
+        reshard_choice: the user's for ``reshard_after_forward``; None: that of the strategy, and False for the root.
+        streams: the queues that it shares with other outermost units; None for queues of its own.
+        full_precision: classes of modules that compute in full precision all the same.
+        ignored: what it does not manage.
+        buffer_dtypes: original dtypes of buffers that mixed precision has cast, by module and name.
+        marks: by which ranks know that they have made it, or its memory, together; with the ranks.
+    """
+
+    root: Root | None = None
+    is_root = False
+    reshard_choice: bool | None = None
+    streams: Streams | None = None
+    full_precision: tuple[type[nn.Module], ...] = ()
+    ignored: Ignored = NOTHING_IGNORED
+
+    def __init__(
+        self,
+        name: str,
+        flats: Sequence[ShardedParams],
+        views: Sequence[ComputedView],
+        *,
+        holder: nn.Module,
+        mesh: UnitMesh,
+        mixed_precision: MixedPrecision,
+    ) -> None:
+        super().__init__(name, flats, views)
+        self.mesh = mesh
+        self.mixed_precision = mixed_precision
+        self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
+        self.marks: list[tuple[Communicator, str]] = []
+        self._holder = weakref.ref(holder)  # it holds the unit
+
+    @property
+    def wrapper(self) -> nn.Module:
+        """The module that holds the unit, and that users call."""
+        holder = self._holder()
+        assert holder is not None
+        return holder
+
+    @property
+    @abc.abstractmethod
+    def module(self) -> nn.Module:
+        """The module that computes."""
+
+    @property
+    def comm(self) -> Communicator:
+        """All ranks of the unit, without "tensor"; only the shards for a pair of groups that is not the world."""
+        return self.mesh.data or self.mesh.shard
+
+    @property
+    def values_outlive_forward(self) -> bool:
+        return super().values_outlive_forward or (self.is_root and self.reshard_choice is None)
+
+    @abc.abstractmethod
+    def inner_units(self) -> Sequence[ModelUnit]:
+        """Not collective. The units in its module, itself included, outer ones first."""
+
+    def confirm(self) -> None:
+        """Collective over the unit's ranks. Refuse units inside that ranks have not made together.
+
+        Raises:
+            DisagreementError: on all ranks; names both units.
+        """
+        units = self.inner_units()
+        others = [comm for unit in units for comm, _ in unit.marks]  # some may be shared by other ranks
+        for comm in dict.fromkeys([*self.mesh.data_lines(), *others]):
+            if comm.size > 1:
+                compare_units(comm.all_gather_object(made_inside(self.wrapper, comm)), rank_names(comm))
+
+    def prepare(self) -> None:
+        """Collective over the unit's ranks. Called before it gets a root."""
+
+    def check_ready(self) -> None:
+        """Collective over the unit's ranks. Called then, when it has memory."""
+
+    def choose_reshard(self) -> None:
+        """Set ``reshard_after_forward``. The root's backward begins where its forward ends, so it keeps its values."""
+        keeps = self.mesh.keeps_values or (self.is_root and not all(flat.is_here for flat in self.flats))
+        self.reshard_after_forward = not keeps if self.reshard_choice is None else self.reshard_choice
+
+    def check_at_rest(self, what: str) -> None:
+        """Not collective. Refuse the call `what` in a forward or backward, or while summoned. Reshard the model.
+
+        Raises:
+            EngineError: names the unit and its phase.
+        """
+        root = self.root
+        if root is not None:
+            root.recover()
+        if self.phase is Phase.SUMMON:
+            hint = "do not nest" if what == "summon_full_params" else f"call {what} outside of"
+            raise EngineError(f"{self.name}: its parameters are already whole: {hint} summon_full_params")
+        if self.phase is not Phase.IDLE or (root is not None and root.is_busy):
+            doing = self.phase.value if self.phase is not Phase.IDLE else "a forward or backward of the model"
+            raise EngineError(
+                f"{self.name}: {what} was called during {doing}: call it before the forward or after the backward"
+            )
+        if root is not None:
+            root.rest()
+        for flat in self.flats:
+            flat.adopt_user_data()  # before summon_full_params registers other parameters
+
+
+class ShardedUnit(ModelUnit):
+    """The unit of a ``FullyShardedDataParallel``.
+
+    Attributes:
+        own: its parameters and buffers.
+        flat_owner: the module in which the flat parameters are registered: the one that was wrapped. The user may
+            replace it later, for instance by a checkpoint wrapper around it.
+        param_names: by module, in the order of the plain model.
+        lowered_buffers: dtypes that they had under mixed precision, while ``FSDP_USE_FULL_PREC_IN_EVAL`` undoes it.
+        computes_in_full: whether it does so now.
+        state_dict_settings: those of ``set_state_dict_type``.
+        shows_state: whether its modules hold values for a state dict in place of their parameters.
+        differing: values that differ between ranks, for a warning; None if there are none.
+    """
+
+    computes_in_full = False
+    shows_state = False
+    differing: str | None = None
+    state_dict_settings: StateDictSettings
+
+    def __init__(
+        self,
+        wrapper: nn.Module,
+        name: str,
+        flats: Sequence[FlatParam],
+        views: Sequence[ComputedView],
+        *,
+        mesh: UnitMesh,
+        own: OwnParams,
+        ignored: Ignored,
+        use_orig_params: bool,
+        mixed_precision: MixedPrecision,
+        full_precision: tuple[type[nn.Module], ...],
+        flat_owner: nn.Module,
+    ) -> None:
+        super().__init__(name, flats, views, holder=wrapper, mesh=mesh, mixed_precision=mixed_precision)
+        self.own = own
+        self.ignored = ignored
+        self.use_orig_params = use_orig_params
+        self.full_precision = full_precision
+        self.flat_owner = flat_owner
+        self.param_names: dict[nn.Module, tuple[str, ...]] = {}
+        self._is_shown = False
+        # Where modules find original parameters: registered ones, or attributes.
+        self._originals: list[tuple[dict[str, Any], dict[str, Any], str, nn.Parameter]] = []
+        for entry in sorted(own.entries, key=lambda entry: entry.index) if not use_orig_params else ():
+            self._originals += [(place._parameters, vars(place), name, entry.param) for place, name in entry.places]
+        self._flat_names = [flat_param_name(index) for index in range(len(flats))]
+        self.lowered_buffers: dict[tuple[nn.Module, str], torch.dtype] = {}
+
+    flats: tuple[FlatParam, ...]
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self.wrapper._modules[WRAPPED]
+
+    def inner_units(self) -> Sequence[ModelUnit]:
+        return units_in(self.wrapper)
+
+    def show(self) -> None:
+        """Functions that list parameters find the original ones, whole, and not the flat ones, which are shards."""
+        if not self._is_shown:
+            self._is_shown = True
+            replaced: str | None = None
+            for name, flat in zip(self._flat_names, self.flats):  # noqa: B905 (in each call of a unit)
+                if self.use_orig_params:
+                    replaced = flat.assigned_name() or replaced
+                elif self.flat_owner._parameters.pop(name, None) is not flat.parameter:
+                    replaced = name
+            for registered, attributes, name, leaf in self._originals:
+                attributes.pop(name, None)
+                registered[name] = leaf
+            if replaced is not None:
+                raise other_in_place_of(replaced)
+        super().show()
+
+    def lend(self, *, stays: bool) -> None:
+        if self.use_orig_params and not stays:
+            self.unbind()  # what modules register and compute with are the same objects
+
+    def hide(self) -> None:
+        super().hide()
+        if self._is_shown:
+            self._is_shown = False
+            for registered, attributes, name, leaf in self._originals:
+                registered.pop(name, None)
+                attributes[name] = leaf
+            for name, flat in zip(self._flat_names, self.flats if self._originals else ()):  # noqa: B905
+                self.flat_owner._parameters[name] = flat.parameter
+
+
+def made_inside(module: nn.Module, comm: Communicator) -> list[tuple[str, str]]:
+    """The names of all units within a module, itself included, with the marks of those made by the ranks of `comm`."""
+    found: dict[ModelUnit, str] = {}
+    for name, inner in module.named_modules():
+        unit = inner.__dict__.get(UNIT) or inner.__dict__.get("_unit")
+        if isinstance(unit, ModelUnit):
+            found.setdefault(unit, clean_path(name) or unit.name)
+    return [(name, " ".join(mark for ranks, mark in unit.marks if ranks == comm)) for unit, name in found.items()]
+
+
+def clean_path(name: str) -> str:
+    """The name of a module without those of wrappers."""
+    return ".".join(part for part in name.split(".") if part != WRAPPED)
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether a module has a unit of either kind: its parameters are managed."""
+    return UNIT in module.__dict__ or isinstance(module.__dict__.get("_unit"), ModelUnit)
+
+
+def unit_of(module: nn.Module) -> ShardedUnit | None:
+    """The unit of a wrapper; None for any other module."""
+    found = module.__dict__.get("_unit")
+    return found if isinstance(found, ShardedUnit) else None
+
+
+def units_in(module: nn.Module) -> list[ShardedUnit]:
+    """The units within a module, itself included, outer ones first."""
+    return [unit for inner in module.modules() if (unit := unit_of(inner)) is not None]

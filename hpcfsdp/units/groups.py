@@ -1,0 +1,259 @@
+"""The mesh of a unit from the user's arguments: groups, pairs of groups, meshes, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor
+
+from hpcfsdp import _compat
+from hpcfsdp.comm import Communicator, communicator_for, raise_together_over
+from hpcfsdp.comm.mesh import plan_mesh
+from hpcfsdp.errors import DisagreementError, LaunchError, ShardingError
+from hpcfsdp.units import managed
+from hpcfsdp.units.flat_unit import units_in
+from hpcfsdp.units.group_cache import GroupCache
+from hpcfsdp.units.unit_mesh import UnitMesh
+from hpcfsdp.world import current_world
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, _compat.hybrid_shard_zero2())
+
+
+def resolve_mesh(
+    process_group: Any, device_mesh: DeviceMesh | None, sharding_strategy: ShardingStrategy | None
+) -> UnitMesh:
+    """Collective over its ranks. The mesh for the wrapper's arguments, without "tensor".
+
+    ``FULL_SHARD`` and ``SHARD_GRAD_OP`` shard over `process_group`, a 1-D `device_mesh`, or all ranks. ``NO_SHARD``
+    replicates over them. The hybrid strategies take a pair (shard, replicate) of groups, a 2-D mesh with the dimensions
+    (replicate, shard), or nothing: then they shard within each node and replicate across nodes. Nodes are those of the
+    world; without ``hpcfsdp.init`` ranks with one host name are a node. Groups are made once for all units.
+
+    Args:
+        process_group: a ``ProcessGroup`` of torch or a ``Communicator``, a pair of them, or the ``UnitMesh`` of an
+            outer unit, also under another strategy.
+        device_mesh: instead of `process_group`.
+        sharding_strategy: None for ``FULL_SHARD``, or that of the ``UnitMesh``.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: `process_group` and `device_mesh` are both given, or do not fit the strategy.
+        LaunchError: nodes hold different numbers of ranks, or the order of ranks on them allows no groups.
+        DisagreementError: a pair of groups is no grid: ranks that share one have different places in the other.
+        RuntimeError: there is no process group yet.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("process_group and device_mesh were both given: pass one of them")
+    if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"device_mesh must be a torch DeviceMesh, not {type(device_mesh).__name__}")
+    strategy = _strategy(process_group, sharding_strategy)
+    if isinstance(process_group, UnitMesh):
+        return _for_strategy(process_group, strategy)
+    if strategy in _HYBRID:
+        return _hybrid(process_group, device_mesh, strategy)
+    if isinstance(process_group, (tuple, list)):
+        raise ValueError(
+            f"a pair (shard, replicate) of process groups was given under {strategy.name}, which takes one group; for "
+            "a pair use HYBRID_SHARD"
+        )
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"{strategy.name} takes a device_mesh of one dimension, not {device_mesh.ndim}: pass one dimension "
+                "of it, such as mesh['shard'], or use HYBRID_SHARD, which takes (replicate, shard)"
+            )
+        process_group = device_mesh.get_group()
+    return _plain(_communicator(process_group), strategy, device_mesh)
+
+
+def _strategy(process_group: Any, given: ShardingStrategy | None) -> ShardingStrategy:
+    if given is None:
+        return process_group.strategy if isinstance(process_group, UnitMesh) else ShardingStrategy.FULL_SHARD
+    if not isinstance(given, ShardingStrategy):
+        raise TypeError(f"sharding_strategy must be a ShardingStrategy, not {given!r}")
+    return given
+
+
+def _plain(comm: Communicator, strategy: ShardingStrategy, device_mesh: DeviceMesh | None = None) -> UnitMesh:
+    ranks = np.arange(comm.size)
+    if strategy is ShardingStrategy.NO_SHARD:
+        return UnitMesh(strategy, {"replicate": comm}, comm, ranks[:, None], device_mesh)
+    return UnitMesh(strategy, {"shard": comm}, comm, ranks[None, :], device_mesh)
+
+
+def _of_two(
+    strategy: ShardingStrategy,
+    shard: Communicator,
+    replicate: Communicator,
+    data: Communicator | None,
+    device_mesh: DeviceMesh | None = None,
+) -> UnitMesh:
+    """Collective over `data`."""
+    grid = None
+    if data is not None:
+        grid = np.zeros((replicate.size, shard.size), np.int64)  # in a fake world all ranks have one place
+        for rank, place in enumerate(data.all_gather_object((replicate.rank, shard.rank))):
+            grid[place] = rank
+    return UnitMesh(strategy, {"shard": shard, "replicate": replicate}, data, grid, device_mesh)
+
+
+def _for_strategy(mesh: UnitMesh, strategy: ShardingStrategy) -> UnitMesh:
+    """The mesh of another unit for this strategy."""
+    if strategy is mesh.strategy:
+        return mesh
+    if strategy in _HYBRID and mesh.is_hybrid:
+        return replace(mesh, strategy=strategy)
+    if strategy not in _HYBRID and mesh.data is not None:
+        given = mesh.device_mesh if mesh.device_mesh is not None and mesh.device_mesh.ndim == 1 else None
+        return _plain(mesh.data, strategy, given).with_tensor(mesh.tensor_mesh)
+    raise ValueError(
+        f"{strategy.name} does not fit the process groups of the outer unit, which uses {mesh.strategy.name}: give "
+        "this unit a process_group or a device_mesh of its own"
+    )
+
+
+def _hybrid(process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy) -> UnitMesh:
+    if device_mesh is not None:
+        if device_mesh.ndim != 2:
+            raise ValueError(
+                f"{strategy.name} takes a device_mesh of two dimensions (replicate, shard), not {device_mesh.ndim}, "
+                "for example hpcfsdp.init().mesh(replicate='nodes', shard='node')"
+            )
+        replicate, shard = (_communicator(device_mesh.get_group(place)) for place in (0, 1))
+        return _of_two(strategy, shard, replicate, GroupCache.current().members_of(device_mesh), device_mesh)
+    if process_group is None:
+        shard, replicate = _node_groups()
+        return _of_two(strategy, shard, replicate, communicator_for(None, required=True))
+    if not isinstance(process_group, (tuple, list)) or len(process_group) != 2:
+        given = type(process_group).__name__
+        if isinstance(process_group, (tuple, list)):
+            given += f" of {len(process_group)}"
+        raise ValueError(
+            f"{strategy.name} takes a pair (shard, replicate) of process groups, not {given}; without a pair it "
+            "shards within each node and replicates across nodes"
+        )
+    if None in process_group:
+        raise ValueError(f"{strategy.name} needs both groups of a pair (shard, replicate), not {process_group}")
+    shard, replicate = (_communicator(group) for group in process_group)
+    _check_grid(shard, replicate)
+    has_world = current_world() is not None or dist.is_initialized()
+    everyone = communicator_for(None, required=True) if has_world else None
+    covered = everyone is not None and everyone.size == shard.size * replicate.size
+    return _of_two(strategy, shard, replicate, everyone if covered else None)
+
+
+def _communicator(group: Any) -> Communicator:
+    """The communicator for a process group, remembered with that group."""
+    comm = communicator_for(group, required=True)
+    if isinstance(group, dist.ProcessGroup):
+        GroupCache.current().remember(comm, group)
+    return comm
+
+
+def _check_grid(shard: Communicator, replicate: Communicator) -> None:
+    """Collective over both. Refuse groups that are not the rows and columns of a grid."""
+    rows = shard.all_gather_object((replicate.rank, replicate.size))
+    columns = replicate.all_gather_object((shard.rank, shard.size))
+    for name, places, other in (("shard", rows, "replicate"), ("replicate", columns, "shard")):
+        if len(set(places)) > 1:
+            raise DisagreementError(
+                f"the process groups (shard, replicate) do not form a grid: the ranks of this rank's {name} group are "
+                + ", ".join(f"{place} of {size}" for place, size in places)
+                + f" in their {other} groups, but must have the same place and size in all of them"
+            )
+
+
+def _node_groups() -> tuple[Communicator, Communicator]:
+    """Collective over all ranks, the first time. The ranks of this node, and those of this local rank on all nodes."""
+    everyone, cache = communicator_for(None, required=True), GroupCache.current()
+    topology = cache.topology()
+    if topology.ranks_per_node is None:
+        raise LaunchError(
+            f"HYBRID_SHARD shards within each node and replicates across nodes, which needs nodes of one size, but "
+            f"they are {topology}: start the same number of ranks on each (srun --ntasks-per-node), or pass "
+            "process_group=(shard, replicate) or a device_mesh"
+        )
+    plan = plan_mesh(topology, {"replicate": "nodes", "shard": "node"})
+    replicate, shard = (
+        cache.subgroup(next(line for line in plan.lines(dimension) if everyone.rank in line)) for dimension in (0, 1)
+    )
+    cache.process_group(shard)  # programs read it later, on some ranks alone
+    return shard, replicate
+
+
+def with_dtensors(mesh: UnitMesh, module: nn.Module, ignored: Collection[torch.Tensor] = ()) -> UnitMesh:
+    """Collective over the unit's ranks, and over those of its DTensors, if any. These become "tensor".
+
+    Args:
+        mesh: of the future unit of `module`.
+        ignored: parameters that may be DTensors on any ranks; they count only where there are no others.
+
+    Raises:
+        ShardingError: on all of the unit's ranks; DTensors of one model are on different meshes, on a mesh without this
+            rank, or on ranks over which the unit is sharded.
+    """
+    sharing = mesh.ranks("replicate", "shard") if dist.is_initialized() else ()
+    with raise_together_over(mesh.lines()):
+        tensor_mesh = _tensor_mesh(module, sharing, ignored)
+    return mesh.with_tensor(tensor_mesh)
+
+
+def _tensor_mesh(module: nn.Module, sharing: Sequence[int], ignored: Collection[torch.Tensor]) -> DeviceMesh | None:
+    # Rows that units inside have are DTensors, too.
+    named = [
+        (fqn, param)
+        for fqn, param in module.named_parameters()
+        if isinstance(param, DTensor) and managed.unit_fqn(param) is None
+    ]
+    if any(param not in ignored for _, param in named):
+        named = [(fqn, param) for fqn, param in named if param not in ignored]
+    else:  # the unit itself is not tensor-parallel, but others of the model are
+        named = [(fqn, param) for fqn, param in named if _is_apart(param.device_mesh, sharing)][:1]
+    inner = {unit.name: unit.mesh.tensor_mesh for unit in units_in(module) if unit.mesh.tensor_mesh is not None}
+    meshes = [(f"the unit {name}", mesh) for name, mesh in inner.items()]
+    meshes += [(repr(fqn), param.device_mesh) for fqn, param in named]
+    if not meshes:
+        return None
+    what, mesh = meshes[0]
+    for other, its_mesh in meshes:
+        if its_mesh != mesh:
+            raise ShardingError(
+                f"{what} is on the ranks {describe_mesh(mesh)}, and {other} on {describe_mesh(its_mesh)}: "
+                "parallelize the whole model over one mesh"
+            )
+    if mesh.get_coordinate() is None:
+        raise ShardingError(
+            f"{what} is a DTensor on the ranks {describe_mesh(mesh)}, and this rank is not one of them: wrap it on "
+            "those ranks alone, or parallelize it over a mesh that includes this rank"
+        )
+    check_apart(what, mesh, type(module).__name__, sharing)
+    return mesh
+
+
+def _is_apart(mesh: DeviceMesh, sharing: Sequence[int]) -> bool:
+    ranks = set(mesh.mesh.flatten().tolist())
+    return mesh.get_coordinate() is not None and len(ranks.intersection(sharing)) == 1
+
+
+def check_apart(what: str, mesh: DeviceMesh, unit: str, sharing: Sequence[int]) -> None:
+    """Refuse a unit that is sharded over tensor-parallel ranks: `mesh` and `sharing` share more than one rank."""
+    both = sorted(set(mesh.mesh.flatten().tolist()).intersection(sharing))
+    if len(both) > 1:
+        raise ShardingError(
+            f"{what} is tensor-parallel over the ranks {describe_mesh(mesh)}, and {unit} would also be sharded over "
+            f"{both} of them: make one mesh, such as hpcfsdp.init().mesh(shard=None, tensor=2), parallelize over "
+            "mesh['tensor'], and pass device_mesh=mesh['shard']"
+        )
+
+
+def describe_mesh(mesh: DeviceMesh) -> str:
+    """Its ranks and dimensions, for a message."""
+    return f"{mesh.mesh.tolist()}" + (f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else "")

@@ -1,0 +1,157 @@
+"""Refusals of state dicts, copies, pickles and calls of modules inside of a unit, which would use shards as weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from hpcfsdp import _compat
+from hpcfsdp.engine.phase import Phase
+from hpcfsdp.errors import EngineError, StateDictError
+from hpcfsdp.units.flat_unit import ShardedUnit
+
+_INSTEAD = (
+    "call {0}() of the FullyShardedDataParallel around the whole model, on all ranks, or call it within "
+    "FullyShardedDataParallel.summon_full_params(model)"
+)
+
+
+class _Guard:
+    """Hooks of the modules that hold the parameters of a unit. They raise while these parameters are not whole.
+
+    A copy of a module is not sharded, so a copy of the guard is inert.
+    """
+
+    def __init__(self, unit: ShardedUnit | None = None) -> None:
+        self._is_inert = unit is None
+        if unit is not None:
+            self._unit = weakref.ref(unit)  # a strong reference would be a cycle
+            blocks = [entry.block for entry in unit.own.entries]
+            self._stays_whole = (
+                unit.mesh.strategy is ShardingStrategy.NO_SHARD
+                and unit.use_orig_params
+                and all(block is None or block.is_whole for block in blocks)
+            )
+
+    def before_saving(self, module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        """Called by ``nn.Module.state_dict``."""
+        if not self._shows_whole(reading=True):
+            self._refuse(
+                f"the parameters of this {type(module).__name__} are sharded, and its own state_dict() would return "
+                f"this rank's part as if it were the whole: {_INSTEAD.format('state_dict')}; pass the result to "
+                "save_pretrained as state_dict=; `hpcfsdp export` turns a checkpoint into a file of weights"
+            )
+
+    def before_loading(self, module: nn.Module, *_arguments: Any) -> None:
+        """Called by ``nn.Module.load_state_dict``."""
+        if not self._shows_whole(reading=False):
+            self._refuse(
+                f"the parameters of this {type(module).__name__} are sharded, and its own load_state_dict() expects "
+                f"whole ones: {_INSTEAD.format('load_state_dict')}"
+            )
+
+    def before_forward(self, module: nn.Module, _arguments: Any) -> None:
+        """Called before a forward of the module, unless the unit is in a forward or backward."""
+        if not self._shows_whole(reading=True) and not self._is_unsharded():
+            unit = self._unit()
+            raise EngineError(
+                f"{'' if unit is None else f'{unit.name}: '}a {type(module).__name__} was called without the "
+                "FullyShardedDataParallel around it, which gathers its parameters: call the wrapper instead. Call "
+                "other methods of the wrapped module on all ranks within "
+                "FullyShardedDataParallel.summon_full_params(model, writeback=False); add recurse=False if they call "
+                "the units inside through their wrappers"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
+        unit = None if self._is_inert else self._unit()
+        if (unit is None or id(unit.wrapper) not in memo) and not self._shows_whole(reading=True):
+            self._refuse(
+                "the parameters of a module within a FullyShardedDataParallel are sharded, and a copy of the module "
+                "alone would hold this rank's part as if it were the whole: copy the FullyShardedDataParallel around "
+                "it on all ranks, or the plain module before wrapping it, or copy it within summon_full_params"
+            )
+        return _Guard()
+
+    def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
+        if not self._shows_whole(reading=True):
+            self._refuse(
+                "the parameters of a module within a FullyShardedDataParallel are sharded, and a pickle of the "
+                "module would hold this rank's part as if it were the whole: save the state_dict() of the wrapped "
+                "model, or save the model with hpcfsdp.checkpoint"
+            )
+        return _Guard, ()
+
+    def _shows_whole(self, *, reading: bool) -> bool:
+        """Whether the module holds whole parameters under their names; in a forward they can only be read."""
+        if self._is_inert or self._stays_whole:
+            return True
+        unit = self._unit()
+        if unit is None:
+            return False
+        if unit.shows_state or unit.phase is Phase.SUMMON:
+            return True
+        return reading and unit.use_orig_params and self._is_unsharded()
+
+    def _is_unsharded(self) -> bool:
+        unit = self._unit()
+        return unit is not None and all(flat.is_unsharded or flat.shows_whole for flat in unit.flats)
+
+    def _refuse(self, message: str) -> NoReturn:
+        unit = self._unit()
+        name = "" if unit is None else f"{unit.name}: "
+        raise StateDictError(f"{name}{message}")
+
+
+def guard_modules(unit: ShardedUnit) -> None:
+    """Register the guard's hooks in the modules of a unit's parameters."""
+    modules = {place: None for entry in unit.own.entries for place, _ in entry.places}
+    if unit.own.entries:
+        modules[unit.module] = None  # holds the flat parameters
+    guard = _Guard(unit)
+    for module in modules:
+        module.register_state_dict_pre_hook(guard.before_saving)
+        module.register_load_state_dict_pre_hook(guard.before_loading)
+    unit.guard([_compat.hooks_before_forward(module) for module in modules], guard.before_forward)
+
+
+@contextmanager
+def showing_state(unit: ShardedUnit) -> Iterator[None]:
+    """A context in which the modules of a unit hold values for a state dict in place of their parameters."""
+    before, unit.shows_state = unit.shows_state, True
+    try:
+        yield
+    finally:
+        unit.shows_state = before
+
+
+def refuse_mistakes(unit: ShardedUnit) -> None:
+    """Called while a function of ``torch.distributed.checkpoint.state_dict`` reads the names of a model.
+
+    Raises:
+        StateDictError: it would give wrong results for a model of this package.
+    """
+    call = _compat.stock_state_dict_call()
+    if call is not None and (mistaken := _mistaken(unit, call)):
+        raise StateDictError(
+            f"torch.distributed.checkpoint.state_dict.{call.function} does not know hpcfsdp's class, and would treat "
+            f"{mistaken}: call hpcfsdp.state_dict.{call.function}, which takes the same arguments"
+        )
+
+
+def _mistaken(unit: ShardedUnit, call: _compat.StockCall) -> str | None:
+    """What a call would use wrongly, for a message; None if its results are right."""
+    if call.has_optimizers:
+        return "the shards that the optimizer steps as whole parameters"
+    if call.function.startswith("set_"):
+        has_flats = not unit.use_orig_params and bool(unit.flats)
+        return "flat parameters as the model's own" if call.options.full_state_dict and has_flats else None
+    is_frozen = call.options.ignore_frozen_params and not all(
+        param.requires_grad for param in unit.wrapper.parameters()
+    )
+    names = "the names of wrappers as parts of the names in a state dict"
+    return names if call.has_submodules or is_frozen else None

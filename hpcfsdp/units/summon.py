@@ -1,0 +1,346 @@
+"""Whole parameters on demand: ``summon_full_params``, its parts, and ``walk_full_params``, one unit at a time.
+
+Gathered values are copies in the dtype of the shards. Each rank has its own: other ranks do not see what one rank
+writes before it is written back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hpcfsdp.comm import raise_together_over
+from hpcfsdp.errors import EngineError
+from hpcfsdp.flat.param import FlatParam, set_grad
+from hpcfsdp.launch.calls import public_call
+from hpcfsdp.units.flat_unit import ShardedUnit, clean_path, flat_param_name, units_in
+from hpcfsdp.units.tensor_parallel import dtensors_shown
+
+
+@dataclass(frozen=True)
+class UnshardArgs:
+    """The options of ``unshard_params``."""
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+
+@dataclass
+class _Whole:
+    """One flat parameter while it is whole.
+
+    Attributes:
+        present: whether this rank holds the whole values.
+        at_rest: data and gradients of the leaves before.
+        full, grad: 1-D, whole; None where this rank does not hold them.
+    """
+
+    flat: FlatParam
+    present: bool
+    at_rest: list[tuple[torch.Tensor, torch.Tensor | None]]
+    full: torch.Tensor | None = None
+    grad: torch.Tensor | None = None
+
+
+def validate_unshard_params_args(args: UnshardArgs, unit: ShardedUnit) -> None:
+    """Collective under `with_grads`. Refuse a unit that is in use or summoned already; warn of a copy per rank."""
+    unit.check_at_rest("summon_full_params")
+    if args.with_grads and unit.root is not None and any(grad.held is not None for grad in unit.grads):
+        with raise_together_over(unit.mesh.lines()):
+            unit.root.refuse_held("summon_full_params with with_grads=True")
+    if args.offload_to_cpu and not args.rank0_only and unit.comm.size > 1:
+        warnings.warn(
+            "offload_to_cpu without rank0_only puts one copy of the whole model into host memory for each rank of "
+            "the node: rank0_only=True makes only one copy",
+            stacklevel=2,
+        )
+
+
+@contextlib.contextmanager
+@public_call("summon_full_params")
+def unshard_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Collective over the process groups. Gather whole parameters of the units in `module` within a context.
+
+    In the context each parameter is an ``nn.Parameter`` of its original shape, and ``named_parameters()`` gives
+    original names. Parameters may be changed in place, by ``.data``, or by assigning another parameter to the module.
+    In a tensor-parallel model they are ``DTensor`` with this rank's block, and assignments to their ``.data`` have no
+    effect. Each rank writes back its own shard of its own copy; changes of padding are lost. After an exception within
+    the context all parameters are sharded again.
+
+    Args:
+        recurse: also gather the units inside of `module`; otherwise only `module` itself, which must be a unit.
+        writeback: keep changes, those of gradients too if `with_grads`. With `rank0_only` rank 0's changes are
+            scattered, and those of other ranks are lost.
+        rank0_only: only rank 0 (of the first replica) gets whole parameters; those of other ranks stay sharded.
+        offload_to_cpu: put the whole parameters into host memory.
+        with_grads: gather ``param.grad``, too.
+
+    Raises:
+        EngineError: a forward or backward is running, or a unit is summoned already; ``no_sync`` holds gradients under
+            `with_grads`; a parameter that is written back has another shape than before.
+    """
+    args = UnshardArgs(writeback, rank0_only, offload_to_cpu, with_grads)
+    units = units_in(module)
+    if not recurse:
+        units = [unit for unit in units if unit.wrapper is module]
+    for unit in units:
+        validate_unshard_params_args(args, unit)
+    with contextlib.ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(unshard_params_for_summon(unit, args))
+        yield
+
+
+@public_call("walk_full_params")
+def walk_full_params(
+    module: nn.Module,
+    writeback: bool = False,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[tuple[str, nn.Module]]:
+    """Collective over the process groups, at each step. Iterate over the units of a model, one whole at a time.
+
+    For models that are larger than the memory of one device. Arguments are those of ``unshard_params``.
+
+    Yields:
+        The name of the unit's module within `module`, without those of wrappers, and the module.
+    """
+    names = {inner: name for name, inner in module.named_modules()}
+    args = UnshardArgs(writeback, rank0_only, offload_to_cpu, with_grads)
+    for unit in units_in(module):
+        validate_unshard_params_args(args, unit)
+        with unshard_params_for_summon(unit, args):
+            yield clean_path(names[unit.wrapper]), unit.module
+
+
+@contextlib.contextmanager
+def unshard_params_for_summon(unit: ShardedUnit, args: UnshardArgs) -> Iterator[None]:
+    """Collective over the wrapper's process groups. A context in which the parameters of one unit are whole."""
+    unit.begin_summon()
+    try:
+        wholes = unshard_fsdp_state_params(unit, args)
+        try:
+            with unflatten_as_params(unit, wholes):
+                yield
+        finally:
+            try:
+                if args.writeback:
+                    for whole in wholes:
+                        before = whole.flat.parameter.data.clone() if unit.owes_grads else None
+                        writeback_to_local_shard(whole, args)
+                        if before is not None and _any_rank(whole.flat, not before.equal(whole.flat.parameter.data)):
+                            whole.flat.mark_changed()  # a backward at other values than the forward would be wrong
+            finally:
+                for whole in wholes:
+                    _set_leaves(whole.flat, whole.at_rest)
+    finally:
+        unit.end_summon()
+
+
+@torch.no_grad()
+def unshard_fsdp_state_params(unit: ShardedUnit, args: UnshardArgs) -> list[_Whole]:
+    """Collective over the wrapper's process groups. Gather the flat parameters of one unit, and their gradients."""
+    wholes = []
+    for flat in unit.flats:
+        flat.adopt_user_data()
+        first = flat.comm.rank == 0 and (flat.replicas is None or flat.replicas.rank == 0)
+        at_rest = [(leaf.data, leaf.grad) for leaf in flat.leaves]
+        whole = _Whole(flat, first or not args.rank0_only, at_rest)
+        whole.full = _gathered(flat, flat.parameter.data, args)
+        if args.with_grads and _has_grad(flat):
+            whole.grad = _gathered(flat, _shard_grad(flat), args)
+        wholes.append(whole)
+    return wholes
+
+
+@contextlib.contextmanager
+def unflatten_as_params(unit: ShardedUnit, wholes: list[_Whole]) -> Iterator[None]:
+    """A context in which the original parameters show the whole values, registered in their modules."""
+    for whole in wholes:
+        if whole.present:
+            _show(whole)
+    deregister_flat_param(unit)
+    register_orig_params(unit)
+    present = {leaf for whole in wholes if whole.present for leaf in whole.flat.leaves}
+    try:
+        with dtensors_shown([view for view in unit.views if view.leaf in present]):
+            yield
+    finally:
+        _adopt_replaced(unit)
+        deregister_orig_params(unit)
+        register_flat_param(unit)
+
+
+def deregister_flat_param(unit: ShardedUnit) -> None:
+    """Hide the flat parameters from ``parameters()``."""
+    for flat in unit.flats:
+        for name, param in list(unit.flat_owner._parameters.items()):
+            if param is flat.parameter:
+                del unit.flat_owner._parameters[name]
+
+
+def register_flat_param(unit: ShardedUnit) -> None:
+    """Show the flat parameters in ``parameters()``, without `use_orig_params`."""
+    for index, flat in enumerate(unit.flats):
+        if not flat.use_orig_params:
+            unit.flat_owner._parameters[flat_param_name(index)] = flat.parameter
+
+
+def register_orig_params(unit: ShardedUnit) -> None:
+    """Show the original parameters in ``parameters()``, in their original order."""
+    if not unit.use_orig_params:
+        for entry in sorted(unit.own.entries, key=lambda entry: entry.index):
+            entry.register()
+
+
+def deregister_orig_params(unit: ShardedUnit) -> None:
+    """Hide the original parameters from ``parameters()``, without `use_orig_params`."""
+    if not unit.use_orig_params:
+        for entry in unit.own.entries:
+            entry.deregister()
+
+
+@torch.no_grad()
+def writeback_to_local_shard(whole: _Whole, args: UnshardArgs) -> None:
+    """Collective over the process groups under `rank0_only`. Write the values of the leaves into the shard.
+
+    Raises:
+        EngineError: a parameter has another shape than before.
+    """
+    flat = whole.flat
+    _store(whole, flat.parameter.data, [leaf.data for leaf in flat.leaves], args)
+    if not args.with_grads or not _has_grad(flat):
+        return
+    zero = torch.zeros((), dtype=flat.layout.dtype, device=flat.device)
+    grads = [
+        leaf.grad if leaf.grad is not None else zero.expand(slot.shape)
+        for leaf, slot in zip(flat.leaves, flat.layout.slots, strict=True)
+    ]
+    shard = _shard_grad(flat)
+    _store(whole, shard, grads, args)
+    if flat.use_orig_params:
+        for (_, grad), part in zip(whole.at_rest, flat.shard_views(shard), strict=True):
+            if grad is not None:
+                grad.copy_(part)
+
+
+def _gathered(flat: FlatParam, shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor | None:
+    """Collective over the shards. The whole values; None on ranks that do not get them."""
+    comm, shard = flat.comm, shard.to(flat.comm.device)
+    target = torch.device("cpu") if args.offload_to_cpu else flat.device
+    if args.rank0_only:
+        if flat.replicas is not None and flat.replicas.rank != 0:
+            return None
+        full = shard.new_empty(flat.layout.padded_numel) if comm.rank == 0 else None
+        comm.gather(None if full is None else list(full.chunk(comm.size)), shard.contiguous(), 0)
+        return None if full is None else full.to(target)
+    full = shard.new_empty(flat.layout.padded_numel)
+    comm.all_gather_into_tensor(full, shard.contiguous())
+    return full.to(target)
+
+
+def _store(whole: _Whole, shard: torch.Tensor, values: list[torch.Tensor], args: UnshardArgs) -> None:
+    """Collective under `rank0_only`. Write this rank's runs of whole values into a tensor laid out like the shard."""
+    flat, layout = whole.flat, whole.flat.layout
+    problem = _changed_shape(flat, values) if whole.present else None
+    if args.rank0_only:  # the others will wait for rank 0's values
+        if flat.replicas is None or flat.replicas.rank == 0:
+            problem = flat.comm.broadcast_object(problem)
+        if flat.replicas is not None:
+            problem = flat.replicas.broadcast_object(problem)
+    if problem is not None:
+        raise EngineError(problem)
+    if not args.rank0_only:
+        by_name = dict(zip((slot.fqn for slot in layout.slots), values, strict=True))
+        for run in layout.runs(flat.comm.rank):
+            part = by_name[layout.slots[run.index].fqn].reshape(-1)[run.start : run.start + run.numel]
+            shard[run.offset : run.offset + run.numel].copy_(part)
+        return
+    comm = flat.comm
+    received = torch.empty(layout.shard_numel, dtype=shard.dtype, device=comm.device)
+    if flat.replicas is None or flat.replicas.rank == 0:
+        full = None
+        if comm.rank == 0:
+            full = torch.zeros(layout.padded_numel, dtype=shard.dtype, device=comm.device)
+            for value, view in zip(values, flat.views(full), strict=True):
+                view.copy_(value)
+        comm.scatter(received, None if full is None else list(full.chunk(comm.size)), 0)
+    if flat.replicas is not None:
+        flat.replicas.broadcast(received, 0)
+    shard.copy_(received)
+
+
+def _changed_shape(flat: FlatParam, values: list[torch.Tensor]) -> str | None:
+    for value, slot in zip(values, flat.layout.slots, strict=True):
+        if value.shape != slot.shape:
+            return (
+                f"{slot.fqn!r} has shape {tuple(value.shape)} at the end of summon_full_params, and had "
+                f"{tuple(slot.shape)}: shapes of sharded parameters cannot be changed"
+            )
+    return None
+
+
+def _show(whole: _Whole) -> None:
+    flat = whole.flat
+    assert whole.full is not None
+    grads = [None] * len(flat.leaves) if whole.grad is None else flat.views(whole.grad)
+    _set_leaves(flat, zip(flat.views(whole.full), grads, strict=True))
+
+
+def _set_leaves(flat: FlatParam, shown: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    for leaf, (value, grad) in zip(flat.leaves, shown, strict=True):
+        leaf.grad = None
+        leaf.data = value
+        set_grad(leaf, grad)
+
+
+def _adopt_replaced(unit: ShardedUnit) -> None:
+    """Copy the values of assigned parameters into the original ones, and have modules hold these again."""
+    for entry in unit.own.entries:
+        for module, name in entry.places:
+            now = module._parameters.get(name)
+            if now is not entry.param:
+                if now is not None:
+                    entry.param.grad = None  # it may be of another shape
+                    entry.param.data = now.data.to(entry.param)
+                    entry.param.grad = None if now.grad is None else now.grad.to(entry.param)
+                module._parameters[name] = entry.param
+                module.__dict__.pop(name, None)
+
+
+def _has_grad(flat: FlatParam) -> bool:
+    """Collective over the shards. Whether any rank has a gradient."""
+    return _any_rank(flat, any(leaf.grad is not None for leaf in flat.leaves) or flat.parameter.grad is not None)
+
+
+def _any_rank(flat: FlatParam, here: bool) -> bool:
+    """Collective over the shards. Whether `here` is true on any rank."""
+    found = torch.tensor([here], dtype=torch.uint8, device=flat.comm.device)
+    flat.comm.all_reduce(found, "max")
+    return bool(found)
+
+
+def _shard_grad(flat: FlatParam) -> torch.Tensor:
+    """The gradient of the shard as one tensor; zero where there is none."""
+    if not flat.use_orig_params:
+        return flat.parameter.grad if flat.parameter.grad is not None else torch.zeros_like(flat.parameter)
+    shard = torch.zeros_like(flat.parameter)
+    for leaf, part in zip(flat.leaves, flat.shard_views(shard), strict=True):
+        if leaf.grad is not None and leaf.grad.shape == part.shape:
+            part.copy_(leaf.grad)
+    return shard
