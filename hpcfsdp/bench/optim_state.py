@@ -30,7 +30,7 @@ from hpcfsdp.bench.timing import Times, timed
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.agree import raise_together
 from hpcfsdp.errors import HpcfsdpError, UsageError
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import whole_box
 from hpcfsdp.tensor.sharded import local_blocks, properties_of
 from hpcfsdp.world import World

@@ -35,8 +35,8 @@ from hpcfsdp.errors import (
     CheckpointReplacedError,
     UsageError,
 )
-from hpcfsdp.flat.layout import round_up
 from hpcfsdp.launch.calls import public_call
+from hpcfsdp.params.layout import round_up
 from hpcfsdp.state.model import communicator_of
 
 log = logging.getLogger("hpcfsdp.checkpoint")

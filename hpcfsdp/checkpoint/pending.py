@@ -33,7 +33,7 @@ from hpcfsdp.checkpoint.staging import Ring
 from hpcfsdp.checkpoint.writer import gather_sums, places_by_stage
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
-from hpcfsdp.flat.layout import round_up
+from hpcfsdp.params.layout import round_up
 from hpcfsdp.state.tensors import staged_of
 from hpcfsdp.tensor.whole import Staging
 from hpcfsdp.world import before_finalize

@@ -15,7 +15,7 @@ import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import levels_of
 from hpcfsdp.reshard.rows import TilingError, first_untiled
 from hpcfsdp.reshard.tiling import first_fault

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hpcfsdp import _compat, accelerator
-from hpcfsdp.flat.layout import round_up
+from hpcfsdp.params.layout import round_up
 
 log = logging.getLogger("hpcfsdp.checkpoint")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcfsdp.flat.gradient import FlatGrad
+from hpcfsdp.params.gradient import FlatGrad
 
 Leaf = tuple[FlatGrad, int]
 """A leaf: the gradient of its flat parameter, and its index there."""

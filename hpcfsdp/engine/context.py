@@ -21,9 +21,9 @@ import torch
 from hpcfsdp.comm import Communicator
 from hpcfsdp.engine.order import Confirmation, Event, Node, Position
 from hpcfsdp.engine.streams import Queue, Streams, Wait
-from hpcfsdp.flat.gradient import FlatGrad
-from hpcfsdp.flat.sharded_params import ShardedParams
 from hpcfsdp.hang import events
+from hpcfsdp.params.gradient import FlatGrad
+from hpcfsdp.params.sharded_params import ShardedParams
 
 END: Event = ("end", "")
 _NOTED = {"forward": events.FORWARD, "backward": events.BACKWARD}

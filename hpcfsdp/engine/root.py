@@ -21,8 +21,8 @@ from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.streams import Queue, Streams, Wait, streams_for
 from hpcfsdp.engine.unit import Call, Unit
 from hpcfsdp.errors import CrossedCallsError, DifferentCallsError, EngineError
-from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.launch import calls
+from hpcfsdp.params.gradient import FlatGrad
 
 
 class Root:

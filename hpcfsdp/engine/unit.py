@@ -24,8 +24,8 @@ from hpcfsdp.engine.objects import Arguments, Hook, Visit, needs_hook
 from hpcfsdp.engine.param_hooks import OwnHook, defer_hooks, run_hooks
 from hpcfsdp.engine.phase import TRANSITIONS, Phase
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.gradient import FlatGrad, ReduceOptions
-from hpcfsdp.flat.sharded_params import ShardedParams
+from hpcfsdp.params.gradient import FlatGrad, ReduceOptions
+from hpcfsdp.params.sharded_params import ShardedParams
 
 BeforeBackward = Callable[["Unit", Call], None]
 HOOK_KEY = "hpcfsdp"

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from hpcfsdp import _compat, accelerator
-from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.flat.sharded_params import ShardedParams
-from hpcfsdp.flat.storage import Resident
+from hpcfsdp.params.flat_param import FlatParam
+from hpcfsdp.params.sharded_params import ShardedParams
+from hpcfsdp.params.storage import Resident
 from hpcfsdp.units.dtensor_unit import row_units_in
 from hpcfsdp.units.flat_unit import units_in
 

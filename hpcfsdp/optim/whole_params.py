@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import UsageError
-from hpcfsdp.flat.layout import Box, FlatLayout
+from hpcfsdp.params.layout import Box, FlatLayout
 from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.reshard.cuts import BlockCut, Cut, FlatCut, Lattice
 from hpcfsdp.reshard.placements import mesh_boxes, rows_on_mesh

@@ -1,6 +1,6 @@
 """The memory of a rank during a step: the engine's allocations, replayed over the events of a workload.
 
-The replay does what ``engine/context.py`` and ``flat/gradient.py`` do on an accelerator, with numbers in place of
+The replay does what ``engine/context.py`` and ``params/gradient.py`` do on an accelerator, with numbers in place of
 tensors: which units are gathered when, where gradients wait, what a reduction takes. Order matters: memory counts as
 taken when the program asks for it, as in the counters of torch's allocators.
 """

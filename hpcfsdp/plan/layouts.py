@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 
 from hpcfsdp.errors import UsageError
-from hpcfsdp.flat.granularity import Granularity
-from hpcfsdp.flat.layout import FlatLayout, round_up
-from hpcfsdp.flat.precision import Dtypes
-from hpcfsdp.flat.row_layout import RowLayout
+from hpcfsdp.params.dtensor_layout import RowLayout
+from hpcfsdp.params.granularity import Granularity
+from hpcfsdp.params.layout import FlatLayout, round_up
+from hpcfsdp.params.precision import Dtypes
 from hpcfsdp.plan.meta_trace import ALLOCATED_BYTES
 from hpcfsdp.plan.workload import Param, PlannedUnit
 

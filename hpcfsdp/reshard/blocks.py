@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 
 from hpcfsdp.comm import Communicator
-from hpcfsdp.flat.layout import Box, FlatLayout, Run
+from hpcfsdp.params.layout import Box, FlatLayout, Run
 from hpcfsdp.reshard.boxes import whole_box
 from hpcfsdp.reshard.move import MovePlan, batches, move
 from hpcfsdp.reshard.runs import cut_runs

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 
 
 def whole_box(shape: Sequence[int]) -> Box:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcfsdp.flat.layout import Box, FlatLayout
+from hpcfsdp.params.layout import Box, FlatLayout
 from hpcfsdp.reshard.boxes import run_boxes
 
 Boxes = Sequence[Box]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hpcfsdp.comm import Communicator
-from hpcfsdp.flat.layout import Run
+from hpcfsdp.params.layout import Run
 from hpcfsdp.reshard.runs import Move, intersect
 
 RunsOf = Callable[[int], Sequence[Run]]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard as ShardAlong
 from torch.distributed.tensor.placement_types import Placement
 
 from hpcfsdp.errors import ShardingError
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import whole_box
 
 _CACHED_RANKS = 1024

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from hpcfsdp.flat.layout import Box, Run
+from hpcfsdp.params.layout import Box, Run
 
 
 class Move(NamedTuple):

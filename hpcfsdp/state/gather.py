@@ -11,8 +11,8 @@ import torch
 from torch.distributed.fsdp import ShardingStrategy
 
 from hpcfsdp.comm import Communicator
-from hpcfsdp.flat.layout import Box
 from hpcfsdp.output.profile import Phase, profile
+from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.blocks import BoxesOf, ShardedBlocks
 from hpcfsdp.reshard.boxes import chunk_box, whole_box
 from hpcfsdp.reshard.placements import mesh_blocks

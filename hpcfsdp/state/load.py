@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp._compat import IncompatibleKeys, ShardedTensor
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import CrossedCallsError, HpcfsdpError, StateDictError
-from hpcfsdp.flat.layout import FlatLayout, ParamSlot
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.params.flat_param import FlatParam
+from hpcfsdp.params.layout import FlatLayout, ParamSlot
 from hpcfsdp.state.model import has_extra_state, ranks_of_model
 from hpcfsdp.state.rank0 import FROM_RANK0, Rank0Source, checked
 from hpcfsdp.state.reading import Hook, Reading, equal

@@ -15,8 +15,8 @@ from hpcfsdp.comm import Communicator, communicator_for
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import CheckpointError, StateDictError
-from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.params.flat_param import FlatParam
+from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.state.dtensors import DTensorRanks
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import StateTensor

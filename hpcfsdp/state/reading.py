@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from hpcfsdp import _compat
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.state.model import persistent_tensors, ranks_of_model
 from hpcfsdp.state.rank0 import FROM_RANK0
 from hpcfsdp.state.registries import Incoming, LentTensors, New, Place, Registries

@@ -17,8 +17,8 @@ from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.layout import Box
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.params.flat_param import FlatParam
+from hpcfsdp.params.layout import Box
 from hpcfsdp.state.gather import gather, keeping_scratch
 from hpcfsdp.state.settings import StateDictFormat, kind_of, settings_of
 from hpcfsdp.state.shards import LocalShards

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.layout import Box, Run
+from hpcfsdp.params.layout import Box, Run
 from hpcfsdp.reshard.blocks import BoxesOf, ShardedBlocks
 from hpcfsdp.reshard.boxes import whole_box
 from hpcfsdp.reshard.move import batches

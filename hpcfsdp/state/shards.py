@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from hpcfsdp.flat.layout import Box, FlatLayout, Run
+from hpcfsdp.params.layout import Box, FlatLayout, Run
 from hpcfsdp.reshard.blocks import ShardedBlocks
 from hpcfsdp.reshard.boxes import run_boxes
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor

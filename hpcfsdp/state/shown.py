@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
-from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.params.flat_param import FlatParam
+from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
 from hpcfsdp.units import unshard
 from hpcfsdp.units.flat_unit import ShardedUnit, flat_param_name

@@ -25,7 +25,7 @@ from hpcfsdp._compat import (
     TensorProperties,
 )
 from hpcfsdp.errors import ShardingError
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.reshard.placements import mesh_blocks
 from hpcfsdp.tensor.metadata import copied, metadata_of_boxes

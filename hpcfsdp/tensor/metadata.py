@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hpcfsdp import _compat, accelerator
 from hpcfsdp._compat import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from hpcfsdp.errors import ShardingError
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.tiling import find_fault, find_outside
 
 _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")

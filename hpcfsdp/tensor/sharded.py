@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from hpcfsdp import _compat
 from hpcfsdp._compat import Shard, ShardedTensor, TensorProperties
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.reshard.placements import block_at, mesh_boxes
 from hpcfsdp.tensor.metadata import box_of, metadata_of_boxes

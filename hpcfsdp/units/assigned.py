@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.units import managed, optimizer_check
 from hpcfsdp.units.own import OwnParam
 

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator, raise_together_over
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.granularity import Granularity, GranularityOf
-from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.flat.precision import Dtypes
-from hpcfsdp.flat.sync import sync_params_and_buffers
+from hpcfsdp.params.flat_param import FlatParam
+from hpcfsdp.params.granularity import Granularity, GranularityOf
+from hpcfsdp.params.layout import FlatLayout
+from hpcfsdp.params.precision import Dtypes
+from hpcfsdp.params.sync import sync_params_and_buffers
 from hpcfsdp.units.assigned import watch_assignments
 from hpcfsdp.units.flat_unit import ShardedUnit, clean_path, flat_param_name, made_inside, units_in
 from hpcfsdp.units.group_cache import GroupCache, rank_names

@@ -11,7 +11,7 @@ from torch import nn
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.gradient import note_unchanged
+from hpcfsdp.params.gradient import note_unchanged
 from hpcfsdp.units.flat_unit import ShardedUnit, units_in
 from hpcfsdp.units.tensor_parallel import replicated_grad
 

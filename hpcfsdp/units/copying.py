@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.units.assigned import watch_assignments
 from hpcfsdp.units.flat_unit import WRAPPED, ShardedUnit, units_in
 from hpcfsdp.units.guard import guard_modules

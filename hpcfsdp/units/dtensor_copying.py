@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hpcfsdp.flat.storage import nothing_of
+from hpcfsdp.params.storage import nothing_of
 from hpcfsdp.units.dtensor_unit import RowUnit, hide_leaf, row_unit_of, row_units_in
 from hpcfsdp.units.flat_unit import UNIT
 

@@ -18,11 +18,11 @@ from hpcfsdp.comm import raise_together_over
 from hpcfsdp.engine.containers import tensors_in
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.layout import TensorBlock, contiguous_strides
-from hpcfsdp.flat.precision import Dtypes
-from hpcfsdp.flat.row_layout import RowLayout
-from hpcfsdp.flat.row_params import Gather, RowParam, RowParams
-from hpcfsdp.flat.storage import nothing_of
+from hpcfsdp.params.dtensor_layout import RowLayout
+from hpcfsdp.params.dtensor_params import Gather, RowParam, RowParams
+from hpcfsdp.params.layout import TensorBlock, contiguous_strides
+from hpcfsdp.params.precision import Dtypes
+from hpcfsdp.params.storage import nothing_of
 from hpcfsdp.tensor.operations import complete_operations_on
 from hpcfsdp.units import managed, optimizer_check
 from hpcfsdp.units.build import CHUNK_NUMEL, comm_for_reductions, dtypes_for, shares_memory

@@ -17,8 +17,8 @@ from hpcfsdp.engine.root import Root
 from hpcfsdp.engine.streams import Streams
 from hpcfsdp.engine.unit import ComputedView, Unit
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.flat.sharded_params import ShardedParams, other_in_place_of
+from hpcfsdp.params.flat_param import FlatParam
+from hpcfsdp.params.sharded_params import ShardedParams, other_in_place_of
 from hpcfsdp.units.group_cache import rank_names
 from hpcfsdp.units.own import NOTHING_IGNORED, Ignored, OwnParams
 from hpcfsdp.units.same_model import compare_units

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from hpcfsdp import _compat
-from hpcfsdp.flat.gradient import is_changed, is_noted
+from hpcfsdp.params.gradient import is_changed, is_noted
 from hpcfsdp.units.clip import of_one_kind
 
 _ENOUGH = 3

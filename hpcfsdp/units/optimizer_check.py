@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hpcfsdp import _compat
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.granularity import block_numel
-from hpcfsdp.flat.param import flat_params
+from hpcfsdp.params.flat_param import flat_params
+from hpcfsdp.params.granularity import block_numel
 from hpcfsdp.units.local_clip import look_for_local_clipping
 from hpcfsdp.units.managed import hidden_fqn, is_replaced, whole_shape
 from hpcfsdp.units.optimizer_probe import Split, check_on_shards, cut_runs, whole_runs

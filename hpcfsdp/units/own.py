@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpcfsdp.flat.layout import TensorBlock
+from hpcfsdp.params.layout import TensorBlock
 from hpcfsdp.tensor.whole import is_cut
 from hpcfsdp.units import managed
 

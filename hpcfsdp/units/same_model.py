@@ -12,7 +12,7 @@ import xxhash
 
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import DifferentValuesWarning, DisagreementError
-from hpcfsdp.flat.layout import FlatLayout, ParamSlot
+from hpcfsdp.params.layout import FlatLayout, ParamSlot
 from hpcfsdp.tensor.whole import checksum
 
 _NOTHING = ("nothing", "", "", "")

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp import _compat
 from hpcfsdp.errors import EngineError, ShardingError
-from hpcfsdp.flat.layout import TensorBlock
-from hpcfsdp.flat.param import set_grad
+from hpcfsdp.params.flat_param import set_grad
+from hpcfsdp.params.layout import TensorBlock
 from hpcfsdp.tensor.extensions import Placed, as_dtensor, blocks_of, local_block
 from hpcfsdp.tensor.whole import whole_of
 from hpcfsdp.units import managed

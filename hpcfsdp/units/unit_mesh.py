@@ -19,7 +19,7 @@ from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.grid import Grid
-from hpcfsdp.flat.layout import TensorBlock
+from hpcfsdp.params.layout import TensorBlock
 from hpcfsdp.units.group_cache import GroupCache
 
 Dim = Literal["shard", "replicate", "tensor"]

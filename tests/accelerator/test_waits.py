@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hpcfsdp.engine.streams import Wait
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.params.flat_param import FlatParam
 from tests.accelerator.programs import SIM, leave_for_later, mesh_of, shard, train
 from tests.mpi import parity
 from tests.mpi.parity import Recipe, build

@@ -9,7 +9,7 @@ from torch import nn
 from hpcfsdp import checkpoint
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.wrap import ModuleWrapPolicy
-from tests.unit.flat.gathering import values_bytes
+from tests.unit.params.gathering import values_bytes
 
 ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 """Both settings of ``use_orig_params``."""

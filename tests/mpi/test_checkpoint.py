@@ -24,8 +24,8 @@ from hpcfsdp.errors import (
     DifferentCallsError,
     DisagreementError,
 )
-from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
+from hpcfsdp.params.layout import FlatLayout
 from tests.mpi.models import (
     Block,
     Net,

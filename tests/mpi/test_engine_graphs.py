@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hpcfsdp.flat.gradient import FlatGrad
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision
+from hpcfsdp.params.gradient import FlatGrad
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi.models import ORIGINAL, WIDTH, plain_copy, vectors
 

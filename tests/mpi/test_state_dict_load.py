@@ -8,8 +8,8 @@ from torch.distributed.fsdp import FullStateDictConfig
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import communicator_for
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.layout import Box
 from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.params.layout import Box
 from hpcfsdp.state.load import load_model
 from hpcfsdp.tensor.sharded import create_sharded_tensor, local_blocks
 from hpcfsdp.wrap import ModuleWrapPolicy

@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from hpcfsdp import _compat
 from hpcfsdp.errors import ShardingError
-from hpcfsdp.flat.layout import Box
 from hpcfsdp.launch.job import load_mpi
+from hpcfsdp.params.layout import Box
 from hpcfsdp.tensor import extensions as ours
 from hpcfsdp.tensor.metadata import build_global_metadata, build_metadata_from_local_shards, validate_tiling
 from hpcfsdp.tensor.sharded import local_blocks

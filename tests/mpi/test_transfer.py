@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from hpcfsdp import _compat
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.layout import Box, FlatLayout
+from hpcfsdp.params.layout import Box, FlatLayout
 from hpcfsdp.reshard import blocks as resharding, move as moving
 from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.state import scatter as scattering

@@ -26,7 +26,7 @@ from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import whole_box
 from hpcfsdp.reshard.tiling import find_fault, find_outside
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.save_plan import SavePlan, box_blocks
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 
 _SHORT_RUN_BYTES = 64 << 10
 """Runs of so many bytes are written from where they are: a call for each hardly counts."""

@@ -22,7 +22,7 @@ from hpcfsdp.checkpoint.format.image import SparseImage
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.seal import Seal, make_seal, packed_bytes
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import joined_boxes
 
 _LIBVER = {"v108": h5py.h5f.LIBVER_V18, "v110": h5py.h5f.LIBVER_V110}

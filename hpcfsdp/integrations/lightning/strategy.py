@@ -21,12 +21,12 @@ import hpcfsdp
 from hpcfsdp import accelerator
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import LaunchError, UsageError
-from hpcfsdp.flat.gradient import note_unchanged
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from hpcfsdp.integrations.lightning import checkpoint_file
 from hpcfsdp.integrations.lightning.environment import MPIClusterEnvironment
 from hpcfsdp.integrations.lightning.sharding import checked_options, dtypes_of, metrics_to, shard
 from hpcfsdp.launch.device import choose
+from hpcfsdp.params.gradient import note_unchanged
 from hpcfsdp.world import World, current_world
 
 NAME = "hpcfsdp"

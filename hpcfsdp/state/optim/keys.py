@@ -17,8 +17,8 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import StateDictError, nearest
-from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.params.flat_param import FlatParam
+from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.state.model import flat_params, named_flat_params
 from hpcfsdp.state.wrappers import CleanNames, clean_fqn
 from hpcfsdp.units.unit_mesh import UnitMesh

@@ -17,7 +17,7 @@ from hpcfsdp.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
-from tests.unit.flat.gathering import unshard, values_bytes
+from tests.unit.params.gathering import unshard, values_bytes
 
 
 def shard(module, comm=None, **arguments):

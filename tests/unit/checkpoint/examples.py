@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 
 
 def cut(shape, cuts):

@@ -9,7 +9,7 @@ from hpcfsdp.checkpoint import save_plan as planning
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.save_plan import SavePlan, check_tiling, plan_alone, plan_save
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import NO_RUNS, Runs, StateTensor, replicated
 

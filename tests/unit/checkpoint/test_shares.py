@@ -12,7 +12,7 @@ from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.checkpoint.shares import rows_needed, select_share
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import NO_RUNS, Runs, StateTensor, replicated
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from hpcfsdp.engine.context import Reductions, Slot
 from hpcfsdp.engine.streams import OWN_QUEUES, Begin, Queue, Wait
-from hpcfsdp.flat.gradient import FlatGrad
-from hpcfsdp.flat.param import FlatParam
+from hpcfsdp.params.flat_param import FlatParam
+from hpcfsdp.params.gradient import FlatGrad
 
 Place = tuple[int, str]
 """Memory by name: its owner, and which part of it."""

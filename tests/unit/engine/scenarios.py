@@ -158,7 +158,7 @@ class Program:
             flat.device = torch.device("cpu", 0)  # not equal to "cpu"
         if self.watch is not None:
             landed = self.watch.on_host
-            self._patch.setattr("hpcfsdp.flat.gradient._copied_to", lambda home, grad: landed(grad.clone()))
+            self._patch.setattr("hpcfsdp.params.gradient._copied_to", lambda home, grad: landed(grad.clone()))
 
 
 @torch.no_grad()

@@ -7,11 +7,11 @@ from torch import nn
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.engine.context import Reductions
 from hpcfsdp.engine.streams import HostStreams
-from hpcfsdp.flat.gradient import FlatGrad
-from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.flat.precision import Dtypes
-from tests.unit.flat.gathering import grad_bytes
+from hpcfsdp.params.flat_param import FlatParam
+from hpcfsdp.params.gradient import FlatGrad
+from hpcfsdp.params.layout import FlatLayout
+from hpcfsdp.params.precision import Dtypes
+from tests.unit.params.gathering import grad_bytes
 
 
 class Late:

@@ -7,11 +7,11 @@ from hpcfsdp.engine.phase import TRANSITIONS, Phase
 from hpcfsdp.engine.root import Root
 from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.flat.param import FlatParam
-from hpcfsdp.flat.precision import Dtypes
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from tests.unit.flat.gathering import grad_bytes, unshard, values_bytes
+from hpcfsdp.params.flat_param import FlatParam
+from hpcfsdp.params.layout import FlatLayout
+from hpcfsdp.params.precision import Dtypes
+from tests.unit.params.gathering import grad_bytes, unshard, values_bytes
 
 LEGAL = {
     (Phase.IDLE, Phase.FORWARD),

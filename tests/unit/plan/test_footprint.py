@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpcfsdp.errors import UsageError
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.plan.footprint import footprint
 from hpcfsdp.plan.layouts import Layouts, Precision, Setup
 from hpcfsdp.plan.workload import Param, PlannedUnit, without_activations

@@ -2,7 +2,7 @@
 
 import math
 
-from hpcfsdp.flat.layout import Box, Run
+from hpcfsdp.params.layout import Box, Run
 from hpcfsdp.reshard.boxes import chunk_box, whole_box
 from hpcfsdp.reshard.runs import cut_runs
 

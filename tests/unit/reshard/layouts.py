@@ -5,7 +5,7 @@ import math
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from hpcfsdp.flat.layout import FlatLayout, TensorBlock
+from hpcfsdp.params.layout import FlatLayout, TensorBlock
 from hpcfsdp.reshard.placements import mesh_blocks
 
 PARAMS = {

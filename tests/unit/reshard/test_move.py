@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.flat.layout import FlatLayout, Run
+from hpcfsdp.params.layout import FlatLayout, Run
 from hpcfsdp.reshard.move import MovePlan, batches, move
 from hpcfsdp.reshard.runs import Move
 from tests.unit.reshard.distributions import chunk_runs, whole_runs

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.reshard import owner_moves
 from hpcfsdp.reshard.boxes import whole_box
 from hpcfsdp.reshard.cuts import BlockCut, FlatCut, Lattice

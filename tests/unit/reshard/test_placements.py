@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp.errors import ShardingError
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.placements import block_at, mesh_blocks, mesh_boxes, rows_on_mesh
 from hpcfsdp.reshard.tiling import find_fault
 from hpcfsdp.tensor.sharded import all_boxes

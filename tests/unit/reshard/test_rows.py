@@ -10,7 +10,7 @@ from hpcfsdp.checkpoint.extents import check_extents
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.errors import CheckpointCorruptError
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard import rows as tiling
 from hpcfsdp.reshard.rows import TilingError, byte_ranges, first_untiled
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hpcfsdp.flat.layout import Box, FlatLayout, Run
+from hpcfsdp.params.layout import Box, FlatLayout, Run
 from hpcfsdp.reshard.boxes import chunk_box, run_boxes, whole_box
 from hpcfsdp.reshard.runs import Move, cut_runs, intersect
 from tests.unit.reshard.distributions import box_runs, chunk_runs, whole_runs

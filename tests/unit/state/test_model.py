@@ -5,8 +5,8 @@ from torch import nn
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import CheckpointError, StateDictError
-from hpcfsdp.flat.layout import FlatLayout
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
+from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.state.model import communicator_of, flat_params, model_tensors, ranks_of_model
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.wrappers import clean_fqn

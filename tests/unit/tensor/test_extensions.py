@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp._compat import ChunkShardingSpec, ShardedTensor
 from hpcfsdp.errors import ShardingError
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 from hpcfsdp.tensor import extensions as ours
 from hpcfsdp.tensor.metadata import validate_tiling
 from hpcfsdp.tensor.sharded import all_boxes, create_sharded_tensor, local_blocks

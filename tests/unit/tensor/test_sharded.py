@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hpcfsdp import _compat
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.tensor.sharded import (
     all_boxes,

@@ -3,7 +3,7 @@ import torch
 
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import DifferentValuesWarning, DisagreementError
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.units.same_model import check_same_model, warn_of_values
 
 

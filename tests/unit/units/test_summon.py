@@ -16,7 +16,7 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.units.summon import walk_full_params
 from hpcfsdp.wrap import ModuleWrapPolicy
-from tests.unit.flat.gathering import values_bytes
+from tests.unit.params.gathering import values_bytes
 
 summon = FullyShardedDataParallel.summon_full_params
 ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])

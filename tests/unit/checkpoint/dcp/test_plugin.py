@@ -26,7 +26,7 @@ from hpcfsdp.checkpoint.files import Files, System
 from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.cli.main import main
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointReplacedError
-from hpcfsdp.flat.layout import Box
+from hpcfsdp.params.layout import Box
 from tests.unit.checkpoint.examples import equal, grids, part
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.flat.param import FlatParam
 from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.params.flat_param import FlatParam
+from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.state.optim.keys import FSDPParamInfo, get_fqn_to_fsdp_param_info
 from hpcfsdp.state.optim.local import FlatParamState
 from hpcfsdp.state.optim.save import communicate_optim_state

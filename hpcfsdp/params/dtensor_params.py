@@ -18,11 +18,11 @@ from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work, segment
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.layout import contiguous_strides
-from hpcfsdp.flat.precision import Dtypes
-from hpcfsdp.flat.row_layout import RowLayout
-from hpcfsdp.flat.sharded_params import ShardedParams, other_in_place_of
-from hpcfsdp.flat.storage import Buffer, Resident, Transient, Whole, alloc_storage, free_storage, nothing_of
+from hpcfsdp.params.dtensor_layout import RowLayout
+from hpcfsdp.params.layout import contiguous_strides
+from hpcfsdp.params.precision import Dtypes
+from hpcfsdp.params.sharded_params import ShardedParams, other_in_place_of
+from hpcfsdp.params.storage import Buffer, Resident, Transient, Whole, alloc_storage, free_storage, nothing_of
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """The program's function that makes all shards, one after the other, of this rank's."""

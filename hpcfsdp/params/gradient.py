@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.held import HeldGrad
-from hpcfsdp.flat.param import set_grad
-from hpcfsdp.flat.sharded_params import ShardedParams
+from hpcfsdp.params.flat_param import set_grad
+from hpcfsdp.params.held import HeldGrad
+from hpcfsdp.params.sharded_params import ShardedParams
 
 CommHook = Callable[..., Any]
 

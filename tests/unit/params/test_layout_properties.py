@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
 
-from hpcfsdp.flat.layout import FlatLayout
+from hpcfsdp.params.layout import FlatLayout
 
 PRIMES = [2, 3, 5, 7, 11, 13, 31]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.flat.layout import ALIGNMENT_BYTES, FlatLayout, ParamSlot, Run
+from hpcfsdp.params.layout import ALIGNMENT_BYTES, FlatLayout, ParamSlot, Run
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.complex128]
 

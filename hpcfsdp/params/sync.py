@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from hpcfsdp.comm.agree import raise_together
 from hpcfsdp.comm.communicator import Communicator, check_peer
 from hpcfsdp.errors import DisagreementError, EngineError
-from hpcfsdp.flat.storage import data_ptr_allocated
+from hpcfsdp.params.storage import data_ptr_allocated
 
 BUCKET_BYTES = 250 << 20
 _MOST_DIFFERENCES = 3

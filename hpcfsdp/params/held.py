@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.param import set_grad
-from hpcfsdp.flat.sharded_params import ShardedParams
+from hpcfsdp.params.flat_param import set_grad
+from hpcfsdp.params.sharded_params import ShardedParams
 
 
 class HeldGrad:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed import utils as stock
 
-from hpcfsdp.flat.prefixes import get_root_modules, replace_by_prefix
+from hpcfsdp.params.prefixes import get_root_modules, replace_by_prefix
 
 
 @pytest.mark.parametrize(

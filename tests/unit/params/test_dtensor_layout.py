@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.flat.layout import ALIGNMENT_BYTES
-from hpcfsdp.flat.row_layout import RowLayout
+from hpcfsdp.params.dtensor_layout import RowLayout
+from hpcfsdp.params.layout import ALIGNMENT_BYTES
 
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 13, 16])
 check = settings(max_examples=150, deadline=None)

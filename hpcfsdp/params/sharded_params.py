@@ -12,10 +12,10 @@ from torch import nn
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.layout import FlatLayout
-from hpcfsdp.flat.precision import Dtypes
-from hpcfsdp.flat.row_layout import RowLayout
-from hpcfsdp.flat.storage import Buffer, Resident
+from hpcfsdp.params.dtensor_layout import RowLayout
+from hpcfsdp.params.layout import FlatLayout
+from hpcfsdp.params.precision import Dtypes
+from hpcfsdp.params.storage import Buffer, Resident
 
 
 def other_in_place_of(name: str) -> EngineError:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hpcfsdp.errors import ShardingError
-from hpcfsdp.flat.granularity import Item, block_numel, place_blocks
-from hpcfsdp.flat.layout import FlatLayout, TensorBlock
+from hpcfsdp.params.granularity import Item, block_numel, place_blocks
+from hpcfsdp.params.layout import FlatLayout, TensorBlock
 from hpcfsdp.reshard.placements import mesh_blocks
 
 ITEMS = st.lists(

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hpcfsdp.flat.granularity import Granularity, Item, block_numel, check_granularity, place_blocks
+from hpcfsdp.params.granularity import Granularity, Item, block_numel, check_granularity, place_blocks
 
 ALIGNMENT_BYTES = 16
 """Of each parameter and each shard in the flat buffer, in each dtype, for vector instructions and GPU loads."""

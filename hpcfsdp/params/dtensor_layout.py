@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from hpcfsdp.flat.layout import ALIGNMENT_BYTES, TensorBlock, contiguous_strides, round_up
+from hpcfsdp.params.layout import ALIGNMENT_BYTES, TensorBlock, contiguous_strides, round_up
 
 
 class Span(NamedTuple):

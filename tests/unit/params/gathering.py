@@ -1,6 +1,6 @@
 """Flat parameters gathered and freed without an engine, and the memory that they and their gradients hold."""
 
-from hpcfsdp.flat.storage import Resident
+from hpcfsdp.params.storage import Resident
 
 
 def unshard(flat):

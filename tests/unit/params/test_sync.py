@@ -7,8 +7,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import CommunicationError, DisagreementError, EngineError
-from hpcfsdp.flat import sync
-from hpcfsdp.flat.sync import sync_module_states, sync_params_and_buffers, verify_param_shape_across_processes
+from hpcfsdp.params import sync
+from hpcfsdp.params.sync import sync_module_states, sync_params_and_buffers, verify_param_shape_across_processes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
 

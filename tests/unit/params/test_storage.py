@@ -10,8 +10,8 @@ from hpcfsdp.comm.communicator import segment
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.storage import Resident, Transient, Whole, alloc_storage, data_ptr_allocated, free_storage
-from tests.unit.flat.gathering import buffer_bytes
+from hpcfsdp.params.storage import Resident, Transient, Whole, alloc_storage, data_ptr_allocated, free_storage
+from tests.unit.params.gathering import buffer_bytes
 
 CPU = torch.device("cpu")
 

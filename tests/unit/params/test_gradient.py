@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from hpcfsdp.errors import CommunicationError, EngineError
-from hpcfsdp.flat.gradient import FlatGrad
-from hpcfsdp.flat.precision import Dtypes
-from tests.unit.flat.gathering import grad_bytes, reshard, unshard
+from hpcfsdp.params.gradient import FlatGrad
+from hpcfsdp.params.precision import Dtypes
+from tests.unit.params.gathering import grad_bytes, reshard, unshard
 
 F32, BF16 = torch.float32, torch.bfloat16
 NAN = float("nan")

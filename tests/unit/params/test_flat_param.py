@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from hpcfsdp.errors import CommunicationError, EngineError
-from hpcfsdp.flat.precision import Dtypes
-from tests.unit.flat.gathering import reshard, unshard, values_bytes
+from hpcfsdp.params.precision import Dtypes
+from tests.unit.params.gathering import reshard, unshard, values_bytes
 
 LOWERED = Dtypes.plan(torch.float32, param=torch.bfloat16)
 

@@ -20,10 +20,10 @@ from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
-from hpcfsdp.flat.layout import FlatLayout, contiguous_strides
-from hpcfsdp.flat.precision import Dtypes
-from hpcfsdp.flat.sharded_params import ShardedParams
-from hpcfsdp.flat.storage import Buffer, Resident, Transient, Whole
+from hpcfsdp.params.layout import FlatLayout, contiguous_strides
+from hpcfsdp.params.precision import Dtypes
+from hpcfsdp.params.sharded_params import ShardedParams
+from hpcfsdp.params.storage import Buffer, Resident, Transient, Whole
 
 flat_params: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 """All of this process."""
