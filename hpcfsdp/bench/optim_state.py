@@ -32,7 +32,7 @@ from hpcfsdp.comm.agree import raise_together
 from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import whole_box
-from hpcfsdp.tensor.sharded import local_blocks, properties_of
+from hpcfsdp.reshard.sharded_tensors import local_blocks, properties_of
 from hpcfsdp.world import World
 
 FSDP1 = "fsdp1"

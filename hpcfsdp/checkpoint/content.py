@@ -26,6 +26,7 @@ from hpcfsdp.checkpoint.same_call import compare, compare_leaves
 from hpcfsdp.checkpoint.save_plan import SavePlan, plan_save
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
+from hpcfsdp.reshard.whole import as_bytes
 from hpcfsdp.state.dtensors import DTensorRanks
 from hpcfsdp.state.model import device_of, model_tensors, stateful_modules
 from hpcfsdp.state.optim.in_file import (
@@ -39,7 +40,6 @@ from hpcfsdp.state.optim.keys import StepsWholeTensors
 from hpcfsdp.state.sources import digest_of
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, refuse_subclasses
 from hpcfsdp.state.wrappers import settle
-from hpcfsdp.tensor.whole import as_bytes
 
 Metrics = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 """Numbers that training has noted, by name: the steps, and as many values."""

@@ -34,6 +34,7 @@ from hpcfsdp.errors import (
     CheckpointReplacedError,
 )
 from hpcfsdp.launch.calls import public_call
+from hpcfsdp.reshard.whole import as_bytes
 from hpcfsdp.state.model import (
     communicator_of,
     device_of,
@@ -45,7 +46,6 @@ from hpcfsdp.state.model import (
 from hpcfsdp.state.optim.in_file import OptimizerRestore
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, TensorInfo, refuse_subclasses, staged_of
 from hpcfsdp.state.wrappers import CleanNames, settle
-from hpcfsdp.tensor.whole import as_bytes
 from hpcfsdp.units.flat_unit import unit_of, units_in
 from hpcfsdp.units.guard import showing_state
 

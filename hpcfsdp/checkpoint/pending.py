@@ -34,8 +34,8 @@ from hpcfsdp.checkpoint.writer import gather_sums, places_by_stage
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
 from hpcfsdp.params.layout import round_up
+from hpcfsdp.reshard.whole import Staging
 from hpcfsdp.state.tensors import staged_of
-from hpcfsdp.tensor.whole import Staging
 from hpcfsdp.world import before_finalize
 
 log = logging.getLogger("hpcfsdp.checkpoint")

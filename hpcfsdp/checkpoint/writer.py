@@ -23,9 +23,9 @@ from hpcfsdp.checkpoint.save_plan import SavePlan
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, nearest
 from hpcfsdp.launch.calls import public_call
+from hpcfsdp.reshard.whole import Staging
 from hpcfsdp.state.model import communicator_of
 from hpcfsdp.state.tensors import StateTensor, staged_of
-from hpcfsdp.tensor.whole import Staging
 
 
 @public_call("checkpoint.save")

@@ -13,7 +13,7 @@ import torch
 from hpcfsdp import accelerator
 from hpcfsdp.errors import UsageError
 from hpcfsdp.optim.newton_schulz import Coefficients, newton_schulz_flops, orthogonalize
-from hpcfsdp.tensor.whole import is_cut
+from hpcfsdp.reshard.whole import is_cut
 from hpcfsdp.units.managed import unit_fqn, whole_shape
 
 MUON, ADAMW = "muon", "adamw"

@@ -20,9 +20,9 @@ from hpcfsdp.params.layout import Box, FlatLayout
 from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.reshard.cuts import BlockCut, Cut, FlatCut, Lattice
 from hpcfsdp.reshard.placements import mesh_boxes, rows_on_mesh
+from hpcfsdp.reshard.whole import is_cut
 from hpcfsdp.state.model import named_flat_params, units_of
 from hpcfsdp.state.wrappers import clean_fqn
-from hpcfsdp.tensor.whole import is_cut
 from hpcfsdp.units.dtensor_unit import Rows, row_units_in
 from hpcfsdp.units.group_cache import GroupCache
 from hpcfsdp.units.unit_mesh import Dim, UnitMesh

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcfsdp import _compat
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.reshard.placements import rows_on_mesh
+from hpcfsdp.reshard.whole import is_cut
 from hpcfsdp.state.tensors import NO_RUNS, LocalPiece, Runs, StateTensor, unsharded
-from hpcfsdp.tensor.whole import is_cut
 from hpcfsdp.units.dtensor_unit import row_units_in
 from hpcfsdp.units.flat_unit import units_in
 

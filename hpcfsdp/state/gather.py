@@ -16,9 +16,9 @@ from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.blocks import BoxesOf, ShardedBlocks
 from hpcfsdp.reshard.boxes import chunk_box, whole_box
 from hpcfsdp.reshard.placements import mesh_blocks
+from hpcfsdp.reshard.sharded_tensors import create_chunk_dtensor, create_chunk_sharded_tensor
 from hpcfsdp.state.settings import StateDictFormat
 from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.tensor.sharded import create_chunk_dtensor, create_chunk_sharded_tensor
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 

@@ -17,6 +17,7 @@ from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import CrossedCallsError, HpcfsdpError, StateDictError
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import FlatLayout, ParamSlot
+from hpcfsdp.reshard.whole import fill_block
 from hpcfsdp.state.model import has_extra_state, ranks_of_model
 from hpcfsdp.state.rank0 import FROM_RANK0, Rank0Source, checked
 from hpcfsdp.state.reading import Hook, Reading, equal
@@ -25,7 +26,6 @@ from hpcfsdp.state.scatter import scatter
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.shown import flat_numel
 from hpcfsdp.state.tensors import Rank0Tensor
-from hpcfsdp.tensor.whole import fill_block
 from hpcfsdp.units import unshard
 from hpcfsdp.units.flat_unit import ShardedUnit, flat_param_name
 from hpcfsdp.units.unit_mesh import UnitMesh

@@ -13,10 +13,10 @@ from torch import nn
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import HpcfsdpError, StateDictError
+from hpcfsdp.reshard.sharded_tensors import check_readable, is_distributed
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.sources import is_extra_state
 from hpcfsdp.state.tensors import Rank0Tensor
-from hpcfsdp.tensor.sharded import check_readable, is_distributed
 from hpcfsdp.units.flat_unit import units_in
 
 FROM_RANK0 = (

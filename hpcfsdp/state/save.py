@@ -19,14 +19,14 @@ from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import Box
+from hpcfsdp.reshard.sharded_tensors import create_sharded_tensor
+from hpcfsdp.reshard.whole import whole_of
 from hpcfsdp.state.gather import gather, keeping_scratch
 from hpcfsdp.state.settings import StateDictFormat, kind_of, settings_of
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.shown import StandIn, flat_numel, flat_params_shown, orig_params_shown, shown_for
 from hpcfsdp.state.sources import digest_of
 from hpcfsdp.state.wrappers import clean_fqn, with_clean_names
-from hpcfsdp.tensor.sharded import create_sharded_tensor
-from hpcfsdp.tensor.whole import whole_of
 from hpcfsdp.units.flat_unit import ShardedUnit, flat_param_name, units_in
 from hpcfsdp.units.mixed_precision import modules_outside
 from hpcfsdp.units.unit_mesh import UnitMesh

@@ -15,10 +15,10 @@ from hpcfsdp.params.layout import Box, Run
 from hpcfsdp.reshard.blocks import BoxesOf, ShardedBlocks
 from hpcfsdp.reshard.boxes import whole_box
 from hpcfsdp.reshard.move import batches
+from hpcfsdp.reshard.sharded_tensors import all_boxes, is_distributed, local_blocks, properties_of, ranks_of_tensor
 from hpcfsdp.reshard.tiling import find_fault
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
-from hpcfsdp.tensor.sharded import all_boxes, is_distributed, local_blocks, properties_of, ranks_of_tensor
 from hpcfsdp.units.unit_mesh import Dim, UnitMesh
 
 

@@ -16,8 +16,8 @@ import torch
 from hpcfsdp.params.layout import Box, FlatLayout, Run
 from hpcfsdp.reshard.blocks import ShardedBlocks
 from hpcfsdp.reshard.boxes import run_boxes
+from hpcfsdp.reshard.whole import Staging, forget_memory
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor
-from hpcfsdp.tensor.whole import Staging, forget_memory
 from hpcfsdp.units.unit_mesh import Dim, UnitMesh
 
 _LEAST_NUMEL = 1 << 14

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.reshard.sharded_tensors import all_boxes, check_readable, is_distributed
 from hpcfsdp.state.scatter import check_blocks, lies_on_dtensor_ranks
 from hpcfsdp.state.shown import StandIn
 from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
-from hpcfsdp.tensor.sharded import all_boxes, check_readable, is_distributed
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 

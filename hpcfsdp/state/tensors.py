@@ -11,8 +11,8 @@ import torch
 
 from hpcfsdp._compat import local_of
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.tensor.sharded import properties_of
-from hpcfsdp.tensor.whole import Staging, WholeStaging, is_cut
+from hpcfsdp.reshard.sharded_tensors import properties_of
+from hpcfsdp.reshard.whole import Staging, WholeStaging, is_cut
 
 _WHOLE_STATE = "_hpcfsdp_whole_state"
 """The attribute of a tensor that ``mark_whole_state`` sets."""

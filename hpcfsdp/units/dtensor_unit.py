@@ -23,7 +23,7 @@ from hpcfsdp.params.dtensor_params import Gather, RowParam, RowParams
 from hpcfsdp.params.layout import TensorBlock, contiguous_strides
 from hpcfsdp.params.precision import Dtypes
 from hpcfsdp.params.storage import nothing_of
-from hpcfsdp.tensor.operations import complete_operations_on
+from hpcfsdp.reshard.operations import complete_operations_on
 from hpcfsdp.units import managed, optimizer_check
 from hpcfsdp.units.build import CHUNK_NUMEL, comm_for_reductions, dtypes_for, shares_memory
 from hpcfsdp.units.flat_unit import UNIT, ModelUnit

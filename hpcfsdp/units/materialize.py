@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from hpcfsdp.errors import EngineError
-from hpcfsdp.tensor.whole import fill_block
+from hpcfsdp.reshard.whole import fill_block
 from hpcfsdp.units.flat_unit import is_unit
 from hpcfsdp.units.own import NOTHING_IGNORED, Ignored
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp.params.layout import TensorBlock
-from hpcfsdp.tensor.whole import is_cut
+from hpcfsdp.reshard.whole import is_cut
 from hpcfsdp.units import managed
 
 

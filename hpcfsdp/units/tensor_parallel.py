@@ -16,8 +16,8 @@ from hpcfsdp import _compat
 from hpcfsdp.errors import EngineError, ShardingError
 from hpcfsdp.params.flat_param import set_grad
 from hpcfsdp.params.layout import TensorBlock
-from hpcfsdp.tensor.extensions import Placed, as_dtensor, blocks_of, local_block
-from hpcfsdp.tensor.whole import whole_of
+from hpcfsdp.reshard.extensions import Placed, as_dtensor, blocks_of, local_block
+from hpcfsdp.reshard.whole import whole_of
 from hpcfsdp.units import managed
 from hpcfsdp.units.groups import describe_mesh
 from hpcfsdp.units.unit_mesh import UnitMesh

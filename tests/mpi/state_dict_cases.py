@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.tensor.sharded import all_boxes, local_blocks, properties_of
+from hpcfsdp.reshard.sharded_tensors import all_boxes, local_blocks, properties_of
 from tests.mpi import parity
 from tests.mpi.parity import Recipe
 

@@ -16,8 +16,8 @@ import hpcfsdp
 import hpcfsdp.state_dict as ours
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
+from hpcfsdp.reshard.whole import whole_of
 from hpcfsdp.state_dict import StateDictOptions
-from hpcfsdp.tensor.whole import whole_of
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi import parity
 

@@ -29,8 +29,8 @@ from hpcfsdp._compat import (
     TensorProperties,
 )
 from hpcfsdp.errors import HpcfsdpError, StateDictError
+from hpcfsdp.reshard.sharded_tensors import local_blocks
 from hpcfsdp.state import save, settings
-from hpcfsdp.tensor.sharded import local_blocks
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi import parity
 from tests.mpi.models import ORIGINAL

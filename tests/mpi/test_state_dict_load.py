@@ -10,8 +10,8 @@ from hpcfsdp.comm import communicator_for
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.params.layout import Box
+from hpcfsdp.reshard.sharded_tensors import create_sharded_tensor, local_blocks
 from hpcfsdp.state.load import load_model
-from hpcfsdp.tensor.sharded import create_sharded_tensor, local_blocks
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi import parity
 from tests.mpi.models import ORIGINAL, Block, adamw, make_net, train_plain, train_sharded

@@ -18,13 +18,13 @@ from hpcfsdp.errors import StateDictError
 from hpcfsdp.params.layout import Box, FlatLayout
 from hpcfsdp.reshard import blocks as resharding, move as moving
 from hpcfsdp.reshard.boxes import chunk_box
+from hpcfsdp.reshard.sharded_tensors import all_boxes, create_chunk_sharded_tensor, local_blocks, properties_of
 from hpcfsdp.state import scatter as scattering
 from hpcfsdp.state.gather import gather
 from hpcfsdp.state.scatter import scatter
 from hpcfsdp.state.settings import StateDictFormat
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import Rank0Tensor
-from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, local_blocks, properties_of
 from hpcfsdp.units.groups import resolve_mesh
 
 pytestmark = pytest.mark.ranks(2, 1, 3)

@@ -37,9 +37,9 @@ from hpcfsdp.checkpoint.plain_values import Types, to_plain
 from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, SavePlan, box_blocks
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
+from hpcfsdp.reshard.whole import as_bytes, checksum
 from hpcfsdp.state.optim.values import digest
 from hpcfsdp.state.sources import is_extra_state
-from hpcfsdp.tensor.whole import as_bytes, checksum
 from hpcfsdp.world import World, current_world
 
 log = logging.getLogger("hpcfsdp.checkpoint")

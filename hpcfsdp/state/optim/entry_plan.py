@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.reshard.sharded_tensors import is_distributed
 from hpcfsdp.state.optim.keys import FSDPParamInfo
 from hpcfsdp.state.optim.values import deep_copy, same
 from hpcfsdp.state.tensors import TensorInfo, shape_and_dtype
-from hpcfsdp.tensor.sharded import is_distributed
 
 TORCH_SCALARS = {"step", "mu_product", "eta", "mu"}
 """State that torch's optimizers have once for each parameter: it has no dimensions, whatever the parameter has."""

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp.comm import Communicator, assert_same, raise_together
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.output.profile import Phase, SimpleProfiler, profile
+from hpcfsdp.reshard.sharded_tensors import is_distributed
+from hpcfsdp.reshard.whole import fill_block, whole_of
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim.compare import allgather_state_info, check_same_groups, convert_all_state_info
 from hpcfsdp.state.optim.entry_plan import StatePlan
@@ -27,8 +29,6 @@ from hpcfsdp.state.scatter import check_blocks, scatter
 from hpcfsdp.state.settings import optim_format_of
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import Rank0Tensor, mark_whole_state, shape_and_dtype
-from hpcfsdp.tensor.sharded import is_distributed
-from hpcfsdp.tensor.whole import fill_block, whole_of
 from hpcfsdp.units.flat_unit import units_in
 
 log = logging.getLogger("hpcfsdp.optim")

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.reshard.sharded_tensors import check_readable, is_distributed, local_blocks, properties_of
 from hpcfsdp.state.optim.compare import RankState, StateInfo
 from hpcfsdp.state.optim.entry_plan import StatePlan, elementwise_names, plan_flat_state, plan_orig_state
 from hpcfsdp.state.optim.keys import (
@@ -34,7 +35,6 @@ from hpcfsdp.state.optim.keys import (
 from hpcfsdp.state.optim.values import FLAGS, deep_copy, picklable
 from hpcfsdp.state.tensors import TensorInfo, shape_and_dtype
 from hpcfsdp.state.wrappers import clean_fqn
-from hpcfsdp.tensor.sharded import check_readable, is_distributed, local_blocks, properties_of
 
 log = logging.getLogger("hpcfsdp.optim")
 

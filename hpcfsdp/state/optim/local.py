@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.reshard.sharded_tensors import check_readable
 from hpcfsdp.state.optim.compare import RankState, StateInfo, is_zero_dim_tensor
 from hpcfsdp.state.optim.keys import (
     FSDPParamInfo,
@@ -29,7 +30,6 @@ from hpcfsdp.state.optim.values import Unpicklable, check_nested, deep_copy, pic
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import is_whole_state
 from hpcfsdp.state.wrappers import clean_fqn
-from hpcfsdp.tensor.sharded import check_readable
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp.comm import assert_same, raise_together
 from hpcfsdp.output.profile import Phase, SimpleProfiler, profile
+from hpcfsdp.reshard.whole import whole_of
 from hpcfsdp.state.gather import gather, keeping_scratch
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim.compare import (
@@ -34,7 +35,6 @@ from hpcfsdp.state.optim.keys import (
 )
 from hpcfsdp.state.optim.local import FlatParamState, LocalOptimState
 from hpcfsdp.state.settings import StateDictFormat, optim_format_of
-from hpcfsdp.tensor.whole import whole_of
 from hpcfsdp.units.flat_unit import units_in
 
 log = logging.getLogger("hpcfsdp.optim")

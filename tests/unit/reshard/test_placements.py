@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.placements import block_at, mesh_blocks, mesh_boxes, rows_on_mesh
+from hpcfsdp.reshard.sharded_tensors import all_boxes
 from hpcfsdp.reshard.tiling import find_fault
-from hpcfsdp.tensor.sharded import all_boxes
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 check = settings(max_examples=150, deadline=None)

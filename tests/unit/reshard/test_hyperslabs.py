@@ -11,8 +11,8 @@ from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.errors import CheckpointCorruptError
 from hpcfsdp.params.layout import Box
-from hpcfsdp.reshard import rows as tiling
-from hpcfsdp.reshard.rows import TilingError, byte_ranges, first_untiled
+from hpcfsdp.reshard import hyperslabs as tiling
+from hpcfsdp.reshard.hyperslabs import TilingError, byte_ranges, first_untiled
 
 FIELDS = ["tensor", "count", "start", "numel", "stride"]
 

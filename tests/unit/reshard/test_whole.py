@@ -7,7 +7,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp._compat import at_its_storage, inner_tensors
 from hpcfsdp.errors import ShardingError
-from hpcfsdp.tensor.whole import WholeStaging, fill_block, forget_memory, is_cut, take_memory, whole_of
+from hpcfsdp.reshard.whole import WholeStaging, fill_block, forget_memory, is_cut, take_memory, whole_of
 
 
 @pytest.fixture

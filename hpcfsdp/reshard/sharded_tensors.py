@@ -17,8 +17,8 @@ from hpcfsdp._compat import Shard, ShardedTensor, TensorProperties
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import chunk_box
+from hpcfsdp.reshard.metadata import box_of, metadata_of_boxes
 from hpcfsdp.reshard.placements import block_at, mesh_boxes
-from hpcfsdp.tensor.metadata import box_of, metadata_of_boxes
 
 
 def is_distributed(value: Any) -> bool:

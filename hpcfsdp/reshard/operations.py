@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hpcfsdp import _compat
-from hpcfsdp.tensor.whole import fill_block, is_cut, whole_of
+from hpcfsdp.reshard.whole import fill_block, is_cut, whole_of
 
 _meshes: set[DeviceMesh] = set()
 

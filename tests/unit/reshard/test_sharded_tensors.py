@@ -18,7 +18,7 @@ from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import chunk_box
-from hpcfsdp.tensor.sharded import (
+from hpcfsdp.reshard.sharded_tensors import (
     all_boxes,
     check_readable,
     create_chunk_dtensor,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp import _compat
-from hpcfsdp.tensor.sharded import local_blocks
+from hpcfsdp.reshard.sharded_tensors import local_blocks
 
 
 def forget_memory(tensor: torch.Tensor) -> None:

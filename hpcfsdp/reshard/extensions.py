@@ -27,9 +27,9 @@ from hpcfsdp._compat import (
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import chunk_box
+from hpcfsdp.reshard.metadata import copied, metadata_of_boxes
 from hpcfsdp.reshard.placements import mesh_blocks
-from hpcfsdp.tensor.metadata import copied, metadata_of_boxes
-from hpcfsdp.tensor.sharded import all_boxes, create_chunk_sharded_tensor, ranks_of_tensor
+from hpcfsdp.reshard.sharded_tensors import all_boxes, create_chunk_sharded_tensor, ranks_of_tensor
 
 
 class Placed(NamedTuple):

@@ -24,9 +24,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hpcfsdp._compat import ChunkShardingSpec, ShardedTensor
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.params.layout import Box
-from hpcfsdp.tensor import extensions as ours
-from hpcfsdp.tensor.metadata import validate_tiling
-from hpcfsdp.tensor.sharded import all_boxes, create_sharded_tensor, local_blocks
+from hpcfsdp.reshard import extensions as ours
+from hpcfsdp.reshard.metadata import validate_tiling
+from hpcfsdp.reshard.sharded_tensors import all_boxes, create_sharded_tensor, local_blocks
 
 SIZE = 4
 MESHES = {(4,): "t", (2, 2): "st", (4, 1): "st", (1, 2, 2): "rst"}

@@ -1,1 +1,0 @@
-"""Tensors that are distributed over ranks: shards, chunks and boxes of them, and moves between distributions."""
