@@ -11,7 +11,7 @@
 Start the program with mpirun or srun. Importing does not start MPI.
 """
 
-from hpcfsdp.comm.backend import NAME, MpiProcessGroup, register
+from hpcfsdp.comm.backend.process_group import NAME, MpiProcessGroup, register
 
 __all__ = ["NAME", "MpiProcessGroup", "register"]
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from hpcfsdp.comm.communicator import Communicator
     from hpcfsdp.comm.mesh import Extent
-    from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+    from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 
 
 log = logging.getLogger("hpcfsdp.hang")
@@ -184,9 +184,11 @@ def init(
     check_torchrun(comm.size)
     import torch.distributed as dist
 
+    from hpcfsdp.comm import progress_thread, select
+
     # These load torch, after MPI: Cray systems need this order.
-    from hpcfsdp.comm import backend as hpcmpi, progress_thread, select
-    from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+    from hpcfsdp.comm.backend import process_group as hpcmpi
+    from hpcfsdp.comm.mpi.communicator import MpiCommunicator
     from hpcfsdp.comm.torch_group import TorchGroupCommunicator
     from hpcfsdp.launch import device as devices, rendezvous
 
@@ -258,7 +260,7 @@ def _name_run(run_dir: str | Path | None) -> tuple[str, Path]:
 def _watch_for_hangs(job: Job, node: MPI.Intracomm, name: str, folder: Path) -> None:
     """Collective over `node`, the ranks of this node. Have a thread answer if the job hangs."""
     from hpcfsdp import _compat  # loads torch, after MPI
-    from hpcfsdp.comm.window import share
+    from hpcfsdp.comm.mpi.window import share
 
     try:
         memory = share(node, events.NBYTES * node.size)
@@ -373,7 +375,7 @@ def finalize() -> None:
     import torch.distributed as dist
 
     from hpcfsdp.comm import progress_thread, select  # torch is loaded already
-    from hpcfsdp.comm.backend import is_mpi_group
+    from hpcfsdp.comm.backend.process_group import is_mpi_group
 
     leaving = sys.exc_info()[0] is not None
     if leaving:

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 def _main(arguments: Sequence[str], comm: Any, stop: Preemption) -> int:
     from hpcfsdp import world as worlds  # loads torch, which has to come after MPI
     from hpcfsdp.comm.agree import raise_together
-    from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+    from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 
     with raise_together(MpiCommunicator(comm.Dup())):
         config = configuration.parse(RunConfig, arguments, prog=_PROG)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from hpcfsdp import _compat, accelerator
-from hpcfsdp.comm.backend import is_mpi_group
+from hpcfsdp.comm.backend.process_group import is_mpi_group
 from hpcfsdp.comm.communicator import Communicator
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator

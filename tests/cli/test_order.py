@@ -6,7 +6,7 @@ SCRIPT = """
 import torch, torch.nn as nn
 import hpcfsdp
 import hpcfsdp.engine.order as order
-from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
 from hpcfsdp.launch.topology import Topology
 from hpcfsdp.wrap import ModuleWrapPolicy

@@ -11,7 +11,7 @@ import torch, torch.nn as nn
 import hpcfsdp
 from hpcfsdp import checkpoint
 from hpcfsdp.comm import waits
-from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.launch.topology import Topology
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP, ShardedGradScaler
 from hpcfsdp.wrap import ModuleWrapPolicy

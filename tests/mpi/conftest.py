@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hpcfsdp.comm import communicator_for
-from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.launch.topology import Topology
 from tests.mpi import parity

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint as recompute
 
 import hpcfsdp.fsdp as our_fsdp
-from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 WIDTH, ROWS = 7, 2  # rows that no number of ranks divides

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpcfsdp.comm.backend import is_mpi_group
+from hpcfsdp.comm.backend.process_group import is_mpi_group
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.mpi import NAME, MpiProcessGroup, register
 

@@ -16,7 +16,7 @@ from hpcfsdp.checkpoint.catalog import ABANDONED_AFTER_S, partial_path
 from hpcfsdp.checkpoint.files import Files, System
 from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.errors import (
     CheckpointCorruptError,
     CheckpointError,

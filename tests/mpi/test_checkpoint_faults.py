@@ -15,7 +15,7 @@ from hpcfsdp.checkpoint.catalog import partial_path
 from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.launch.topology import Topology

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint import content, mpio
 from hpcfsdp.checkpoint.files import Files, System
-from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
 from tests.mpi.models import adamw, make_net, shard, train_sharded

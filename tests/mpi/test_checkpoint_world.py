@@ -8,7 +8,7 @@ import torch
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.fsdp import ShardingStrategy
 from tests.mpi.models import adamw, batch, loss_of, make_net, shard
 

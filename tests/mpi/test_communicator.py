@@ -1,10 +1,11 @@
 import pytest
 import torch
 
-from hpcfsdp.comm import assert_same, matching, raise_together
+from hpcfsdp.comm import assert_same, raise_together
 from hpcfsdp.comm.communicator import segment
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+from hpcfsdp.comm.mpi import matching
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.comm.reduce import accumulate_dtype, refuse_op
 from hpcfsdp.errors import CommunicationError, DisagreementError, HpcfsdpError, UsageError
 from hpcfsdp.launch.topology import Topology

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpcfsdp.comm import matching
+from hpcfsdp.comm.mpi import matching
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
@@ -131,7 +131,7 @@ def test_a_message_that_is_none_of_ours_is_refused(several, world, make_comm):
 
 
 def test_what_a_failed_call_left_behind_is_dropped_when_its_tag_comes_again(several, world, make_comm, monkeypatch):
-    monkeypatch.setattr("hpcfsdp.comm.mpi_communicator._TAGS", 4)
+    monkeypatch.setattr("hpcfsdp.comm.mpi.communicator._TAGS", 4)
     comm = make_comm(timeout_s=60)
     for numel in (3, 20_000):
         with pytest.raises(CommunicationError):

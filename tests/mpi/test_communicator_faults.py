@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from hpcfsdp.comm import matching
+from hpcfsdp.comm.mpi import matching
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import ShardingStrategy as Strategy
 import hpcfsdp.world
 from hpcfsdp import _compat
 from hpcfsdp.comm import communicator_for
-from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import DisagreementError, LaunchError
 from hpcfsdp.launch.topology import Topology

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import DisagreementError, HpcfsdpError, StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import hpcfsdp
-from hpcfsdp.comm import exchange
+from hpcfsdp.comm.mpi import exchange
 from hpcfsdp.errors import CommunicationError, LaunchError, UsageError
 from hpcfsdp.launch import scheduler
 from tests.signals import own_handlers

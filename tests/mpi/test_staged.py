@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from hpcfsdp.comm import staged
+from hpcfsdp.comm.mpi import staged
 from hpcfsdp.errors import DifferentCallsError
 from hpcfsdp.launch.topology import Topology
 from tests.mpi.test_communicator import DTYPES, OPS, numbers, reduced, refuse_op, same

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from hpcfsdp.comm.backend import is_mpi_group
+from hpcfsdp.comm.backend.process_group import is_mpi_group
 from hpcfsdp.errors import LaunchError
 
 WIDTH = 7  # rows that no number of ranks divides

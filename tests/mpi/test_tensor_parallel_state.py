@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import hpcfsdp.state_dict as ours
 from hpcfsdp import checkpoint
-from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
 from hpcfsdp.state_dict import StateDictOptions

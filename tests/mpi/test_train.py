@@ -21,7 +21,7 @@ import hpcfsdp
 from hpcfsdp import checkpoint
 from hpcfsdp.cli import train as command
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointMismatchError, DataError, HpcfsdpError, UsageError
 from hpcfsdp.examples.gpt import data, loop
 from hpcfsdp.examples.gpt.callbacks import Callbacks

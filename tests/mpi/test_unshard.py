@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.errors import EngineError
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.launch.topology import Topology

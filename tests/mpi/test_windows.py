@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcfsdp.comm import messages, shared, window as windows
 from hpcfsdp.comm.communicator import segment
+from hpcfsdp.comm.mpi import messages, shared, window as windows
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 

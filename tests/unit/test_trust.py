@@ -10,7 +10,7 @@ from tests.unit.test_layers import ROOT, TREES
 NEVER = {"eval", "exec", "pickle.load", "yaml.load", "yaml.unsafe_load", "torch.jit.load", "marshal.loads"}
 PICKLES = {
     "hpcfsdp.bench.scale": "of this process",
-    "hpcfsdp.comm.mpi_communicator": "messages of ranks",
+    "hpcfsdp.comm.mpi.communicator": "messages of ranks",
     "hpcfsdp.state.optim.compare": "messages of ranks",
     "hpcfsdp.state.optim.values": "of this process",
     "hpcfsdp.state.rank0": "messages of ranks",

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from hpcfsdp import accelerator, env
-from hpcfsdp.comm.group_work import GroupWork, HostTensors, is_sparse
-from hpcfsdp.comm.member_rendezvous import wait_for_members
+from hpcfsdp.comm.backend.group_work import GroupWork, HostTensors, is_sparse
+from hpcfsdp.comm.backend.member_rendezvous import wait_for_members
 from hpcfsdp.comm.reduce import Tensors
 from hpcfsdp.errors import CommunicationError, LaunchError
 from hpcfsdp.launch import rendezvous
@@ -24,7 +24,7 @@ from hpcfsdp.launch.job import DEFAULT_TIMEOUT_S, current_job
 from hpcfsdp.launch.topology import Topology
 
 if TYPE_CHECKING:
-    from hpcfsdp.comm.mpi_communicator import MpiCommunicator
+    from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 
 NAME = "hpcmpi"
 
@@ -64,7 +64,7 @@ def _rendezvous(url: str, timeout: datetime.timedelta | None = None, **_: Any) -
 def _create_group(options: Any, topology: Topology | None) -> MpiProcessGroup:
     """torch calls this on the members of a new group. `topology` comes from ``pg_options``."""
     job = current_job()
-    from hpcfsdp.comm.mpi_communicator import MpiCommunicator, create_group  # starts MPI
+    from hpcfsdp.comm.mpi.communicator import MpiCommunicator, create_group  # starts MPI
 
     timeout_s = options.timeout.total_seconds()
     ranks = list(options.global_ranks_in_group) or list(range(job.comm.size))

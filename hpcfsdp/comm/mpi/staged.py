@@ -13,11 +13,11 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from hpcfsdp.comm import exchange
-from hpcfsdp.comm.messages import Call, UnlessFailed
+from hpcfsdp.comm.mpi import exchange
+from hpcfsdp.comm.mpi.messages import Call, UnlessFailed
+from hpcfsdp.comm.mpi.window import Window, identity, map_fd, open_unnamed, window_bytes
 from hpcfsdp.comm.progress import Condition, Steps
 from hpcfsdp.comm.reduce import Reduction, Tensors, reduce_into
-from hpcfsdp.comm.window import Window, identity, map_fd, open_unnamed, window_bytes
 
 _PART_BYTES = 1 << 22
 """Of a region. Smaller parts mean more meetings of the ranks, and larger ones leave the cache before they are read."""

@@ -16,7 +16,7 @@ from hpcfsdp.comm.reduce import ReduceOp, Tensors
 from hpcfsdp.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from hpcfsdp.comm.messages import Requests
+    from hpcfsdp.comm.mpi.messages import Requests
 
 _OPS: tuple[tuple[Any, ReduceOp], ...] = (
     (dist.ReduceOp.SUM, "sum"),

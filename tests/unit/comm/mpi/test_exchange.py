@@ -9,7 +9,7 @@ from math import ceil, log2
 import pytest
 import torch
 
-from hpcfsdp.comm import exchange
+from hpcfsdp.comm.mpi import exchange
 from hpcfsdp.comm.progress import Sent
 from hpcfsdp.comm.reduce import Reduction
 from hpcfsdp.launch.topology import Topology

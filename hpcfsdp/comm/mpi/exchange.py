@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from hpcfsdp.comm.messages import Call, Requests
+from hpcfsdp.comm.mpi.messages import Call, Requests
 from hpcfsdp.comm.progress import Condition, Sent, Steps
 from hpcfsdp.comm.reduce import OptionalTensors, Reduction, Tensors, divide_, reduce_into
 from hpcfsdp.errors import CommunicationError

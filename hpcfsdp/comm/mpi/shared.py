@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hpcfsdp.comm.messages import Call, Requests, UnlessFailed
+from hpcfsdp.comm.mpi.messages import Call, Requests, UnlessFailed
+from hpcfsdp.comm.mpi.window import Window
 from hpcfsdp.comm.progress import Condition, Steps
 from hpcfsdp.comm.reduce import Reduction, Tensors, reduce_into
-from hpcfsdp.comm.window import Window
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 

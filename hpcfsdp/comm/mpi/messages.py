@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 
 from hpcfsdp.comm.failures import Failure, Failures
-from hpcfsdp.comm.matching import Envelope, MessageMatcher, Receive, abandoned
+from hpcfsdp.comm.mpi.matching import Envelope, MessageMatcher, Receive, abandoned
 from hpcfsdp.comm.progress import Condition
 from hpcfsdp.errors import CommunicationError
 

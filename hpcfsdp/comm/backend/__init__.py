@@ -1,0 +1,1 @@
+"""The torch.distributed backend ``hpcmpi`` and its rendezvous, for stock torch code."""
