@@ -10,8 +10,8 @@ from typing import NoReturn
 from hpcfsdp import env
 from hpcfsdp.errors import LaunchError, UsageError
 from hpcfsdp.hang import events
+from hpcfsdp.hang.calls import public_call
 from hpcfsdp.launch import scheduler
-from hpcfsdp.launch.calls import public_call
 from hpcfsdp.launch.signals import StopSignals, ignore_stop_signals
 from hpcfsdp.world import World, current_world, finalize
 

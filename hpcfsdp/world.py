@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, cast
 
 from hpcfsdp import env
 from hpcfsdp.errors import CommunicationError, HangError, LaunchError, nearest
-from hpcfsdp.hang import events, watch as hang
-from hpcfsdp.launch import shutdown, together, versions
-from hpcfsdp.launch.calls import public_call
+from hpcfsdp.hang import departure as shutdown, events, watch as hang
+from hpcfsdp.hang.calls import public_call
+from hpcfsdp.launch import together, versions
 from hpcfsdp.launch.job import DEFAULT_TIMEOUT_S, Job, check_torchrun, current_job
 from hpcfsdp.launch.topology import Topology
 

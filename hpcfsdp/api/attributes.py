@@ -11,7 +11,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from hpcfsdp import _compat
 from hpcfsdp.engine.phase import Phase
-from hpcfsdp.launch.calls import public_call
+from hpcfsdp.hang.calls import public_call
 from hpcfsdp.units.flat_unit import ShardedUnit
 
 

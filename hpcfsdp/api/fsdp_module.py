@@ -17,8 +17,8 @@ from hpcfsdp.engine.containers import apply_to_tensors, to_kwargs
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
-from hpcfsdp.launch import calls
-from hpcfsdp.launch.calls import public_call
+from hpcfsdp.hang import calls
+from hpcfsdp.hang.calls import public_call
 from hpcfsdp.units.dtensor_copying import copy_rows
 from hpcfsdp.units.dtensor_unit import RowUnit, row_unit_of, row_units_in
 from hpcfsdp.units.lazy_init import become_root

@@ -25,7 +25,7 @@ from hpcfsdp import _compat
 from hpcfsdp.api.fsdp_module import FSDPModule, extended_class, torchs_state_error, units_of_modules
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.engine.streams import streams_for
-from hpcfsdp.launch.calls import public_call
+from hpcfsdp.hang.calls import public_call
 from hpcfsdp.units import managed
 from hpcfsdp.units.dtensor_unit import RowUnit, row_unit_of, shard_rows
 from hpcfsdp.units.flat_unit import UNIT, unit_of

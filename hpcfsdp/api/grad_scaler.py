@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
 from hpcfsdp.comm import Communicator, communicator_for
-from hpcfsdp.launch.calls import public_call
+from hpcfsdp.hang.calls import public_call
 
 
 class ShardedGradScaler(TorchShardedGradScaler):

@@ -10,7 +10,7 @@ from typing import Any
 from hpcfsdp import _compat
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
-from hpcfsdp.launch.calls import public_call
+from hpcfsdp.hang.calls import public_call
 from hpcfsdp.units.flat_unit import ShardedUnit
 from hpcfsdp.units.lazy_init import become_root
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 from hpcfsdp import _compat
-from hpcfsdp.launch.calls import public_call
+from hpcfsdp.hang.calls import public_call
 from hpcfsdp.state import settings
 from hpcfsdp.state.load import load_model
 from hpcfsdp.state.optim import load as load_optimizer, rekey, save as save_optimizer

@@ -21,8 +21,8 @@ from hpcfsdp.engine.containers import to_kwargs
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
-from hpcfsdp.launch import calls
-from hpcfsdp.launch.calls import public_call
+from hpcfsdp.hang import calls
+from hpcfsdp.hang.calls import public_call
 from hpcfsdp.params.granularity import Granularity, GranularityOf, check_granularity
 from hpcfsdp.params.prefixes import get_root_modules
 from hpcfsdp.state.settings import default_settings

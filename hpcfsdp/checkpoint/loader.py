@@ -33,7 +33,7 @@ from hpcfsdp.errors import (
     CheckpointMismatchError,
     CheckpointReplacedError,
 )
-from hpcfsdp.launch.calls import public_call
+from hpcfsdp.hang.calls import public_call
 from hpcfsdp.reshard.whole import as_bytes
 from hpcfsdp.state.model import (
     communicator_of,

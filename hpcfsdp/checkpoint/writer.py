@@ -22,7 +22,7 @@ from hpcfsdp.checkpoint.same_call import Facts, GivenPath, Rank0Value, compare_c
 from hpcfsdp.checkpoint.save_plan import SavePlan
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, nearest
-from hpcfsdp.launch.calls import public_call
+from hpcfsdp.hang.calls import public_call
 from hpcfsdp.reshard.whole import Staging
 from hpcfsdp.state.model import communicator_of
 from hpcfsdp.state.tensors import StateTensor, staged_of

@@ -18,8 +18,8 @@ from hpcfsdp.cli.failure import end_together
 from hpcfsdp.cli.readable import plain_value
 from hpcfsdp.cli.reporting import Parser, print_json
 from hpcfsdp.errors import HpcfsdpError, UsageError
+from hpcfsdp.hang.departure import OUTPUT_GRACE_S
 from hpcfsdp.launch.job import load_mpi
-from hpcfsdp.launch.shutdown import OUTPUT_GRACE_S
 
 if TYPE_CHECKING:
     from hpcfsdp.bench.tables import Table

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcfsdp.errors import HpcfsdpError
-from hpcfsdp.launch.shutdown import abort
+from hpcfsdp.hang.departure import abort
 from hpcfsdp.terminal import shown_message
 
 

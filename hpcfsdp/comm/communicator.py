@@ -10,9 +10,9 @@ import torch
 
 from hpcfsdp import _compat
 from hpcfsdp.comm.reduce import OptionalTensors, ReduceOp, Reduction, Tensors, accumulate_dtype, refuse_op
-from hpcfsdp.comm.waits import same_call
 from hpcfsdp.errors import CommunicationError
-from hpcfsdp.launch import calls
+from hpcfsdp.hang import calls
+from hpcfsdp.hang.waits import same_call
 
 
 class Work(Protocol):

@@ -18,11 +18,9 @@ from typing import Any, Protocol
 import torch
 
 from hpcfsdp import _compat, timeline
-from hpcfsdp.comm import waits
-from hpcfsdp.comm.waits import Watch
 from hpcfsdp.errors import CommunicationError, CrossedCallsError, HangError
-from hpcfsdp.hang import events, watch as hang
-from hpcfsdp.launch import calls
+from hpcfsdp.hang import calls, events, waits, watch as hang
+from hpcfsdp.hang.waits import Watch
 
 log = logging.getLogger("hpcfsdp.comm")
 

@@ -17,9 +17,10 @@ from itertools import zip_longest
 from typing import Any
 
 from hpcfsdp import _compat
-from hpcfsdp.comm import Communicator, waits
+from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.progress import Steps, run
 from hpcfsdp.errors import CrossedCallsError, DifferentCallsError, DisagreementError
+from hpcfsdp.hang import waits
 
 PATIENCE_S = 600.0
 """How long a rank that leaves the known orders waits for the others to do the same."""

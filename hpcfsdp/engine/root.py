@@ -21,7 +21,7 @@ from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.streams import Queue, Streams, Wait, streams_for
 from hpcfsdp.engine.unit import Call, Unit
 from hpcfsdp.errors import CrossedCallsError, DifferentCallsError, EngineError
-from hpcfsdp.launch import calls
+from hpcfsdp.hang import calls
 from hpcfsdp.params.gradient import FlatGrad
 
 

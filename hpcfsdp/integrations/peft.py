@@ -21,7 +21,7 @@ from hpcfsdp.checkpoint.convert.peft import WEIGHTS_NAME, adapter_names
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import StateDictError, nearest
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.launch.calls import public_call
+from hpcfsdp.hang.calls import public_call
 from hpcfsdp.state.model import communicator_of, model_tensors
 from hpcfsdp.state.tensors import staged_of
 from hpcfsdp.state.wrappers import clean_fqn

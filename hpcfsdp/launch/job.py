@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
 from hpcfsdp.errors import LaunchError
-from hpcfsdp.launch import orphan, shutdown, signals
+from hpcfsdp.hang import departure as shutdown, orphan
+from hpcfsdp.launch import signals
 from hpcfsdp.launch.topology import Topology
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.manager import Saved
 from hpcfsdp.comm import Communicator, communicator_for, raise_together
 from hpcfsdp.errors import UsageError
-from hpcfsdp.launch.calls import public_call
+from hpcfsdp.hang.calls import public_call
 from hpcfsdp.observe.facts import agree_on_facts, start_facts
 from hpcfsdp.observe.held_memory import Holdings, memory_of
 from hpcfsdp.observe.perfetto import Trace, steps_to_trace

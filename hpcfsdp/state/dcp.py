@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from hpcfsdp._compat import IncompatibleKeys
 from hpcfsdp.comm import communicator_for, raise_together
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.launch.calls import public_call
+from hpcfsdp.hang.calls import public_call
 from hpcfsdp.state.load import load_model
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim import load, save

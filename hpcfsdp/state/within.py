@@ -13,7 +13,7 @@ from torch import nn
 from hpcfsdp._compat import IncompatibleKeys
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import CrossedCallsError, StateDictError
-from hpcfsdp.launch.calls import public_call
+from hpcfsdp.hang.calls import public_call
 from hpcfsdp.state.load import Agreed, agree, commit, finish, refuse_assign
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.reading import Reading, own_hook

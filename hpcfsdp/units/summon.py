@@ -16,7 +16,7 @@ from torch import nn
 
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.errors import EngineError
-from hpcfsdp.launch.calls import public_call
+from hpcfsdp.hang.calls import public_call
 from hpcfsdp.params.flat_param import FlatParam, set_grad
 from hpcfsdp.units.flat_unit import ShardedUnit, clean_path, flat_param_name, units_in
 from hpcfsdp.units.tensor_parallel import dtensors_shown

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.utils import _pytree as pytree
 
-from hpcfsdp.comm import waits
 from hpcfsdp.errors import CommunicationError
+from hpcfsdp.hang import waits
 
 pytestmark = [pytest.mark.ranks(3, 1, 2, 4), pytest.mark.transport]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcfsdp.comm.progress import Steps, run
 from hpcfsdp.errors import CommunicationError
-from hpcfsdp.launch import shutdown
+from hpcfsdp.hang import departure as shutdown
 
 
 def wait_for_members(store: Any, rank: int, ranks: list[int], timeout_s: float) -> None:

@@ -17,7 +17,6 @@ from mpi4py import MPI
 
 from hpcfsdp import _compat
 from hpcfsdp.comm.communicator import Communicator, check_list, check_peer, check_same_numel, describe
-from hpcfsdp.comm.failures import Failures
 from hpcfsdp.comm.mpi import exchange, shared, staged
 from hpcfsdp.comm.mpi.matching import MessageMatcher
 from hpcfsdp.comm.mpi.messages import Call, Requests
@@ -25,9 +24,10 @@ from hpcfsdp.comm.mpi.shared import NodeView
 from hpcfsdp.comm.mpi.window import Window, share, window_at, window_bytes
 from hpcfsdp.comm.progress import Running, Steps, complete, run
 from hpcfsdp.comm.reduce import OptionalTensors, ReduceOp, Reduction, Tensors
-from hpcfsdp.comm.waits import key_of
 from hpcfsdp.errors import CommunicationError, CrossedCallsError, DifferentCallsError
-from hpcfsdp.launch import calls, shutdown
+from hpcfsdp.hang import calls, departure as shutdown
+from hpcfsdp.hang.failures import Failures
+from hpcfsdp.hang.waits import key_of
 from hpcfsdp.launch.topology import Topology
 
 _TAGS = 1 << 13

@@ -22,8 +22,8 @@ import torch
 import xxhash
 from mpi4py import MPI
 
-from hpcfsdp.comm.failures import Failure
 from hpcfsdp.comm.mpi.window import decode_label, fit_label
+from hpcfsdp.hang.failures import Failure
 
 _NUMBERS = struct.Struct("<qqQ")  # the number of the call, the bytes of the tensor, a hash of what must be equal
 _LABEL_BYTES = 192

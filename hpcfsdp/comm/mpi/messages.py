@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcfsdp.comm.failures import Failure, Failures
 from hpcfsdp.comm.mpi.matching import Envelope, MessageMatcher, Receive, abandoned
 from hpcfsdp.comm.progress import Condition
 from hpcfsdp.errors import CommunicationError
+from hpcfsdp.hang.failures import Failure, Failures
 
 _POLLED_RECEIVES = 8
 """Incomplete receives that a rank polls at a time."""

@@ -1,8 +1,9 @@
 import pytest
 
-from hpcfsdp.comm import progress, waits
+from hpcfsdp.comm import progress
 from hpcfsdp.comm.progress import Finished, Running, Sent, complete, run
 from hpcfsdp.errors import CommunicationError
+from hpcfsdp.hang import waits
 
 
 class Owner:

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcfsdp.comm import waits
 from hpcfsdp.engine import context, order as orders
 from hpcfsdp.engine.context import Order
 from hpcfsdp.errors import CommunicationError, DisagreementError
+from hpcfsdp.hang import waits
 
 A, B, C = ("forward", "a"), ("forward", "b"), ("backward", "b")
 

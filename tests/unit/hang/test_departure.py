@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp import env
 from hpcfsdp.errors import CheckpointCorruptError
-from hpcfsdp.launch import shutdown, tracebacks
+from hpcfsdp.hang import departure as shutdown, tracebacks
 
 
 @pytest.fixture

@@ -26,8 +26,7 @@ from typing import Any, Protocol
 
 from hpcfsdp import _compat, env, json_shapes
 from hpcfsdp.errors import DifferentCallsError
-from hpcfsdp.hang import events
-from hpcfsdp.launch import calls
+from hpcfsdp.hang import calls, events
 
 log = logging.getLogger("hpcfsdp.comm")
 

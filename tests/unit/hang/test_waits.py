@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hpcfsdp.comm import waits
-from hpcfsdp.comm.waits import NOTHING_YET, UNKNOWN, Waiting, Watch, crossed, describe, key_of, pack, same_call, unpack
 from hpcfsdp.errors import DifferentCallsError, LaunchError
-from hpcfsdp.launch import calls
+from hpcfsdp.hang import calls, waits
+from hpcfsdp.hang.waits import NOTHING_YET, UNKNOWN, Waiting, Watch, crossed, describe, key_of, pack, same_call, unpack
 
 
 class Member:

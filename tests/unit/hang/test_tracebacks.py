@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from hpcfsdp.launch import tracebacks
-from hpcfsdp.launch.tracebacks import Failure, failure_of, merged
+from hpcfsdp.hang import tracebacks
+from hpcfsdp.hang.tracebacks import Failure, failure_of, merged
 
 
 def failed(rank, error="ValueError: x", stack="a.py:1", host="node1", raised_s=0.0):

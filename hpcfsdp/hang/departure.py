@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from hpcfsdp import env
 from hpcfsdp.errors import HpcfsdpError
-from hpcfsdp.launch import orphan, tracebacks
+from hpcfsdp.hang import orphan, tracebacks
 from hpcfsdp.terminal import shown_lines
 
 OUTPUT_GRACE_S = 0.5
