@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from hpcfsdp import env, safe_files
+from hpcfsdp import env
 from hpcfsdp.errors import UsageError, nearest
+from hpcfsdp.text import safe_files
 
 Config = TypeVar("Config")
 

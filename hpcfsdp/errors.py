@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterable
 from typing import TypeVar
 
-from hpcfsdp.terminal import shown_lines
+from hpcfsdp.text.terminal import shown_lines
 
 _Error = TypeVar("_Error", bound="HpcfsdpError")
 

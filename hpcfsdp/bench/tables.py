@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from hpcfsdp.bench.timing import Times
-from hpcfsdp.terminal import shown
+from hpcfsdp.text.terminal import shown
 
 MIB = 1 << 20
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hpcfsdp import json_shapes
 from hpcfsdp.checkpoint.dcp import entry_names as names
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.plain_values import fits
+from hpcfsdp.text import json_shapes
 
 _PLAIN = (bool, int, float)
 

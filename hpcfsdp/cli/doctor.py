@@ -13,7 +13,7 @@ from hpcfsdp.cli.reporting import Parser, print_json, print_line
 from hpcfsdp.doctor.examine import Diagnosis, examine
 from hpcfsdp.doctor.finding import Finding, summary
 from hpcfsdp.errors import UsageError
-from hpcfsdp.terminal import shown_lines
+from hpcfsdp.text.terminal import shown_lines
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
 _LEVEL_WIDTH, _AREA_WIDTH = 9, 11

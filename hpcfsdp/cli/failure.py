@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.hang.departure import abort
-from hpcfsdp.terminal import shown_message
+from hpcfsdp.text.terminal import shown_message
 
 
 def report(error: Exception, arguments: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from hpcfsdp._version import __version__
 from hpcfsdp.cli import failure
 from hpcfsdp.errors import HpcfsdpError, UsageError, nearest
-from hpcfsdp.terminal import shown_lines, shown_styled
+from hpcfsdp.text.terminal import shown_lines, shown_styled
 
 # verb -> module with main(arguments) -> exit code, and one line for the help
 VERBS = {

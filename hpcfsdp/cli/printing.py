@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
-from hpcfsdp.terminal import shown
+from hpcfsdp.text.terminal import shown
 
 if TYPE_CHECKING:
     from rich.console import Console

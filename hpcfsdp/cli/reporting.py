@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from hpcfsdp.cli.printing import print_table
 from hpcfsdp.errors import UsageError, nearest
-from hpcfsdp.terminal import shown
+from hpcfsdp.text.terminal import shown
 
 
 class Parser(argparse.ArgumentParser):

@@ -18,7 +18,7 @@ from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.report.follow import Follower
 from hpcfsdp.report.live import ASCII_BLOCKS, BLOCKS, View, line_of, rows_of, view_of
 from hpcfsdp.report.run_folder import check_folder, nothing_in
-from hpcfsdp.terminal import shown
+from hpcfsdp.text.terminal import shown
 
 _EXIT_INTERRUPTED = 130
 _LABEL = 12

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from hpcfsdp import env
 from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.hang import orphan, tracebacks
-from hpcfsdp.terminal import shown_lines
+from hpcfsdp.text.terminal import shown_lines
 
 OUTPUT_GRACE_S = 0.5
 """Before an abort: launchers drop output that arrives after it."""

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp import json_shapes, safe_files
+from hpcfsdp.text import json_shapes, safe_files
 
 log = logging.getLogger("hpcfsdp.hang")
 

@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hpcfsdp import json_shapes
 from hpcfsdp.hang import stacks
-from hpcfsdp.terminal import shown_lines
+from hpcfsdp.text import json_shapes
+from hpcfsdp.text.terminal import shown_lines
 
 SHOWN_EVENTS = 20
 _STATES = {

@@ -24,9 +24,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from hpcfsdp import _compat, env, json_shapes
+from hpcfsdp import _compat, env
 from hpcfsdp.errors import DifferentCallsError
 from hpcfsdp.hang import calls, events
+from hpcfsdp.text import json_shapes
 
 log = logging.getLogger("hpcfsdp.comm")
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import is_peft_available
 
-from hpcfsdp import checkpoint, json_shapes, safe_files
+from hpcfsdp import checkpoint
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import CheckpointError, LaunchError, UsageError
 from hpcfsdp.fsdp import FullyShardedDataParallel
@@ -24,6 +24,7 @@ from hpcfsdp.integrations.accelerate import ShardedAccelerator, plain_optimizer,
 from hpcfsdp.integrations.recipe import recipe_of, refuse_given
 from hpcfsdp.integrations.training_state import FILE_NAME, HeldGenerators, pack, unpack
 from hpcfsdp.preempt import Preemption, exit_requeue
+from hpcfsdp.text import json_shapes, safe_files
 from hpcfsdp.world import current_world
 
 log = logging.getLogger("hpcfsdp.trainer")

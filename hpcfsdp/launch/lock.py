@@ -13,9 +13,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcfsdp import env, json_shapes, safe_files
+from hpcfsdp import env
 from hpcfsdp.errors import UsageError
 from hpcfsdp.hang import stacks
+from hpcfsdp.text import json_shapes, safe_files
 
 log = logging.getLogger("hpcfsdp.train")
 

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from hpcfsdp import accelerator, safe_files, timeline
+from hpcfsdp import accelerator, timeline
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import UsageError
+from hpcfsdp.text import safe_files
 from hpcfsdp.timeline import Recorder, Span
 
 log = logging.getLogger("hpcfsdp.observe")

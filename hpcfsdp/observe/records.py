@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp import env, safe_files
-from hpcfsdp.json_lines import Tail, lines, records, step_of
+from hpcfsdp import env
+from hpcfsdp.text import safe_files
+from hpcfsdp.text.json_lines import Tail, lines, records, step_of
 
 log = logging.getLogger("hpcfsdp.observe")
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from hpcfsdp import _compat, accelerator, json_lines
+from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import UsageError
 from hpcfsdp.observe.facts import Facts
 from hpcfsdp.observe.records import finite, utc_now
+from hpcfsdp.text import json_lines
 from hpcfsdp.timeline import Stretch
 
 SERIES = ("loss", "grad_norm", "lr", "tokens_per_s", "comm_share", "flop_utilisation", "memory_peak_bytes")

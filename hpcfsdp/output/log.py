@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from hpcfsdp import env, safe_files
-from hpcfsdp.terminal import shown_lines, shown_message
+from hpcfsdp import env
+from hpcfsdp.text import safe_files
+from hpcfsdp.text.terminal import shown_lines, shown_message
 
 LOGGER = logging.getLogger("hpcfsdp")
 

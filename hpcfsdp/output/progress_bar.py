@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from hpcfsdp import env
-from hpcfsdp.terminal import shown
+from hpcfsdp.text.terminal import shown
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hpcfsdp.output.figure_file import new_figure
 from hpcfsdp.plan.footprint import KINDS
 from hpcfsdp.plan.proposal import Proposal
-from hpcfsdp.terminal import shown
+from hpcfsdp.text.terminal import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcfsdp.output.figure_file import new_figure
-from hpcfsdp.output.wording import readable_bytes, readable_count
 from hpcfsdp.report.thinning import spaced
+from hpcfsdp.text.wording import readable_bytes, readable_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

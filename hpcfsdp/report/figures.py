@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcfsdp.output.wording import readable_bytes, readable_count, readable_duration, readable_share
 from hpcfsdp.report.drawing import (
     COLOURS,
     DASHES,
@@ -28,7 +27,8 @@ from hpcfsdp.report.drawing import (
 from hpcfsdp.report.run_folder import Run
 from hpcfsdp.report.summary import rate_column, segments
 from hpcfsdp.report.thinning import averaged, thinned
-from hpcfsdp.terminal import shown
+from hpcfsdp.text.terminal import shown
+from hpcfsdp.text.wording import readable_bytes, readable_count, readable_duration, readable_share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.catalog import latest, step_of as step_of_file
-from hpcfsdp.json_lines import Tail, text
 from hpcfsdp.launch.lock import training_in
 from hpcfsdp.report.run_checkpoints import SavedCheckpoint, checkpoints_of
 from hpcfsdp.report.run_events import Event
 from hpcfsdp.report.run_folder import CONFIG, EVENTS, METRICS, Run, read_config, read_hangs, silent_s_of
 from hpcfsdp.report.run_logs import LEVELS, LogNotes
 from hpcfsdp.report.series import SeriesBuilder
+from hpcfsdp.text.json_lines import Tail, text
 
 LAST_RECORDS = 2000
 LAST_WARNINGS = 3

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcfsdp.output.wording import readable_bytes, readable_count, readable_duration, readable_share
 from hpcfsdp.report.run_folder import Run
 from hpcfsdp.report.summary import STATUS, Summary, summarize
-from hpcfsdp.terminal import shown
+from hpcfsdp.text.terminal import shown
+from hpcfsdp.text.wording import readable_bytes, readable_count, readable_duration, readable_share
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-~=+*#"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp import safe_files
 from hpcfsdp._version import __version__
 from hpcfsdp.checkpoint.files import reason
 from hpcfsdp.errors import HpcfsdpError
@@ -27,7 +26,8 @@ from hpcfsdp.report.page_tables import (
 from hpcfsdp.report.problems import Problem
 from hpcfsdp.report.run_folder import Run, flat_config
 from hpcfsdp.report.summary import STATUS, Summary, segments
-from hpcfsdp.terminal import shown, shown_lines
+from hpcfsdp.text import safe_files
+from hpcfsdp.text.terminal import shown, shown_lines
 
 SEVERITIES = {"bad": "Problem", "warning": "Warning", "note": "Note"}
 _HERE = Path(__file__).parent

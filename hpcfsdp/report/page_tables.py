@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from hpcfsdp.json_lines import text
-from hpcfsdp.output.wording import counted, readable_bytes, readable_count, readable_duration, readable_share
 from hpcfsdp.report.run_checkpoints import SavedCheckpoint
 from hpcfsdp.report.run_folder import Run
 from hpcfsdp.report.run_logs import readable_ranks
 from hpcfsdp.report.series import Series
 from hpcfsdp.report.summary import Segment, Summary, rate_column, segments
+from hpcfsdp.text.json_lines import text
+from hpcfsdp.text.wording import counted, readable_bytes, readable_count, readable_duration, readable_share
 
 NEWEST = 10
 """Checkpoints that are shown at once; the others can be opened."""

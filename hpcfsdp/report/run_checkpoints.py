@@ -11,8 +11,8 @@ from pathlib import Path
 from hpcfsdp.checkpoint.catalog import checkpoint_files, step_of
 from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.json_lines import seconds_of
 from hpcfsdp.report.run_events import Event
+from hpcfsdp.text.json_lines import seconds_of
 
 MOST_OPENED = 10
 """How many of the newest files are opened for their facts."""

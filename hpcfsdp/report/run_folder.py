@@ -16,16 +16,16 @@ from typing import Any
 
 import yaml
 
-from hpcfsdp import safe_files
 from hpcfsdp.checkpoint.files import reason
 from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.hang import report as hang_report
-from hpcfsdp.json_lines import Tally, number, records, step_of, text
 from hpcfsdp.launch.lock import training_in
 from hpcfsdp.report.run_checkpoints import SavedCheckpoint, find_checkpoints
 from hpcfsdp.report.run_events import Event, read_events
 from hpcfsdp.report.run_logs import LogNotes, read_logs
 from hpcfsdp.report.series import Series, SeriesBuilder
+from hpcfsdp.text import safe_files
+from hpcfsdp.text.json_lines import Tally, number, records, step_of, text
 
 METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "config.yaml"
 _LARGEST_CONFIG = 1 << 18

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpcfsdp import json_shapes, safe_files
-from hpcfsdp.json_lines import number, seconds_of, text
+from hpcfsdp.text import json_shapes, safe_files
+from hpcfsdp.text.json_lines import number, seconds_of, text
 
 LAST_BYTES = 1 << 20
 """How much of the end of each rank's file is read."""

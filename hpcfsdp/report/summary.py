@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcfsdp.json_lines import number
 from hpcfsdp.launch.lock import SILENT_S
 from hpcfsdp.report.run_events import Event
 from hpcfsdp.report.run_folder import Run, total_steps
 from hpcfsdp.report.series import Series
+from hpcfsdp.text.json_lines import number
 
 RECENT = 50
 """Steps over which rates are taken: their median."""

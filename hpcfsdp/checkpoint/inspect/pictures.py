@@ -10,7 +10,7 @@ import numpy as np
 from hpcfsdp.checkpoint.inspect.plots import Histogram, smoothed
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.output.figure_file import new_figure
-from hpcfsdp.terminal import shown
+from hpcfsdp.text.terminal import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,7 +1,7 @@
 import pytest
 
 from hpcfsdp.doctor.finding import Finding, exit_code, summary
-from hpcfsdp.launch.spans import members, ranks, spans
+from hpcfsdp.text.number_ranges import members, ranks, spans
 
 
 def found(*levels):

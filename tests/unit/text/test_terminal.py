@@ -4,7 +4,7 @@ import pytest
 
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.output import log
-from hpcfsdp.terminal import shown, shown_lines, shown_message, shown_styled
+from hpcfsdp.text.terminal import shown, shown_lines, shown_message, shown_styled
 
 RAW = "a\x1b[31m\x9b2J\x07\u202e\u2066\ud800\x7f\n\t\u2028é漢"
 SHOWN = r"a\x1b[31m\x9b2J\x07\u202e\u2066\ud800\x7f\n\t\u2028é漢"

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from hpcfsdp import json_lines
-from hpcfsdp.json_lines import Tail, Tally, number, records, seconds_of, step_of
+from hpcfsdp.text import json_lines
+from hpcfsdp.text.json_lines import Tail, Tally, number, records, seconds_of, step_of
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hpcfsdp import json_shapes, safe_files
+from hpcfsdp.text import json_shapes, safe_files
 
 LONGEST_LINE = 1 << 20
 """Bytes of a line that is read as one; what is longer is damaged."""

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from hpcfsdp import safe_files
+from hpcfsdp.text import safe_files
 
 pytestmark = pytest.mark.timeout(20)  # a pipe would be waited for
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from hpcfsdp.json_shapes import parse
+from hpcfsdp.text.json_shapes import parse
 
 SHAPE = {"name": str, "at": (None, [str, int]), "many": [[int, (str, None)]], "share": float, "done": bool}
 SOUND = {"name": "a", "at": ["b", 1], "many": [[1, "c"], [2, None]], "share": 0.5, "done": True}

@@ -1,0 +1,1 @@
+"""Text and files that may come from others, for terminals and as JSON; and numbers in words."""
