@@ -7,7 +7,7 @@ import time
 from collections import namedtuple
 from pathlib import Path
 
-from hpcfsdp.checkpoint.files import System
+from hpcfsdp.checkpoint.format.files import System
 
 KINDS = tuple(name for name in vars(System) if not name.startswith("_"))
 SECTOR = 512

@@ -32,8 +32,8 @@ from hpcfsdp.bench.step import OWN, quiet
 from hpcfsdp.bench.tables import Ratio, Table, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, timed
 from hpcfsdp.checkpoint import CheckpointManager, HDF5Writer
-from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.agree import raise_together
 from hpcfsdp.errors import HpcfsdpError

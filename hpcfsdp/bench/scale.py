@@ -39,10 +39,10 @@ from hpcfsdp.bench.host import shard_rows
 from hpcfsdp.bench.new_process import measured_in_new_process
 from hpcfsdp.bench.step import OWN, loss_of, make_batch, make_model, wrap
 from hpcfsdp.bench.tables import Table, mib, readable
-from hpcfsdp.checkpoint import rng
-from hpcfsdp.checkpoint.content import Content, SaveArguments, bytes_in_memory, collect_content
-from hpcfsdp.checkpoint.draft import BlockWriter, Draft, extent_rows
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.saving import rng
+from hpcfsdp.checkpoint.saving.content import Content, SaveArguments, bytes_in_memory, collect_content
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, Draft, extent_rows
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.comm.reduce import OptionalTensors

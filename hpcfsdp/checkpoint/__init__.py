@@ -7,16 +7,16 @@ import importlib
 
 _PUBLIC = {
     "CheckpointInfo": "hpcfsdp.checkpoint.format.schema",
-    "CheckpointManager": "hpcfsdp.checkpoint.manager",
+    "CheckpointManager": "hpcfsdp.checkpoint.manager.manager",
     "HDF5Reader": "hpcfsdp.checkpoint.dcp.reader",
     "HDF5Writer": "hpcfsdp.checkpoint.dcp.writer",
-    "checkpoint_files": "hpcfsdp.checkpoint.catalog",
+    "checkpoint_files": "hpcfsdp.checkpoint.format.catalog",
     "export_peft": "hpcfsdp.checkpoint.convert.peft",
-    "latest": "hpcfsdp.checkpoint.catalog",
-    "load": "hpcfsdp.checkpoint.loader",
-    "open": "hpcfsdp.checkpoint.lazy",
-    "open_index": "hpcfsdp.checkpoint.index",
-    "save": "hpcfsdp.checkpoint.writer",
+    "latest": "hpcfsdp.checkpoint.format.catalog",
+    "load": "hpcfsdp.checkpoint.loading.loader",
+    "open": "hpcfsdp.checkpoint.loading.lazy",
+    "open_index": "hpcfsdp.checkpoint.format.index",
+    "save": "hpcfsdp.checkpoint.saving.writer",
 }
 
 __all__ = list(_PUBLIC)

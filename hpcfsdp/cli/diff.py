@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.inspect.diff import (
     ABSENT,
     ChangedTensor,

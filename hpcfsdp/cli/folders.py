@@ -7,10 +7,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcfsdp.checkpoint.access import unreadable
-from hpcfsdp.checkpoint.catalog import checkpoint_files
-from hpcfsdp.checkpoint.file_kind import is_checkpoint, is_hdf5
-from hpcfsdp.checkpoint.parts import is_part
+from hpcfsdp.checkpoint.format.access import unreadable
+from hpcfsdp.checkpoint.format.catalog import checkpoint_files
+from hpcfsdp.checkpoint.format.file_kind import is_checkpoint, is_hdf5
+from hpcfsdp.checkpoint.format.parts import is_part
 from hpcfsdp.cli.reporting import print_note
 from hpcfsdp.errors import CheckpointError
 

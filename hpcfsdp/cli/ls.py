@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp.checkpoint.catalog import step_of
-from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
+from hpcfsdp.checkpoint.format.catalog import step_of
+from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.inspect.names import matching
 from hpcfsdp.checkpoint.inspect.numbers import json_number
 from hpcfsdp.cli.failure import as_json

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
+from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.inspect import pictures, plots
 from hpcfsdp.checkpoint.inspect.names import tensors_matching
 from hpcfsdp.checkpoint.inspect.walk import nbytes_of
-from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.cli.argument_types import number_in
 from hpcfsdp.cli.folders import checkpoints_in
 from hpcfsdp.cli.reporting import Parser, paths_and_patterns, print_json, print_line

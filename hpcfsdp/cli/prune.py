@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp.checkpoint import retention
-from hpcfsdp.checkpoint.access import unreadable
-from hpcfsdp.checkpoint.catalog import checkpoint_files, step_of
-from hpcfsdp.checkpoint.file_kind import is_checkpoint, is_hdf5
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format.access import unreadable
+from hpcfsdp.checkpoint.format.catalog import checkpoint_files, step_of
+from hpcfsdp.checkpoint.format.file_kind import is_checkpoint, is_hdf5
+from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.manager import retention
 from hpcfsdp.cli.folders import size_of
 from hpcfsdp.cli.reporting import Parser, print_result
 from hpcfsdp.errors import UsageError

@@ -10,10 +10,10 @@ import numpy as np
 import yaml
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
+from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.inspect.numbers import decoded, json_number
 from hpcfsdp.checkpoint.inspect.stats import file_statistics
-from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.cli.printing import print_table
 from hpcfsdp.cli.readable import plain_value, readable_date, readable_shape, shortened
 from hpcfsdp.cli.reporting import Parser, print_json

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.inspect.names import tensors_matching
 from hpcfsdp.checkpoint.inspect.numbers import json_number
 from hpcfsdp.checkpoint.inspect.stats import file_statistics
 from hpcfsdp.checkpoint.inspect.walk import nbytes_of
-from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.cli.readable import readable_number, readable_shape
 from hpcfsdp.cli.reporting import Parser, print_result
 from hpcfsdp.output.progress_bar import byte_progress

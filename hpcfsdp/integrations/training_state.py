@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcfsdp.checkpoint import rng
-from hpcfsdp.checkpoint.plain_values import from_plain, to_plain
+from hpcfsdp.checkpoint.format.plain_values import from_plain, to_plain
+from hpcfsdp.checkpoint.saving import rng
 from hpcfsdp.errors import CheckpointMismatchError
 
 FILE_NAME = "checkpoint.h5"

@@ -7,7 +7,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp.checkpoint.catalog import latest, step_of as step_of_file
+from hpcfsdp.checkpoint.format.catalog import latest, step_of as step_of_file
 from hpcfsdp.launch.lock import training_in
 from hpcfsdp.report.run_checkpoints import SavedCheckpoint, checkpoints_of
 from hpcfsdp.report.run_events import Event

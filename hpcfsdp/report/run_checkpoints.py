@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpcfsdp.checkpoint.catalog import checkpoint_files, step_of
-from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.format.catalog import checkpoint_files, step_of
+from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.report.run_events import Event
 from hpcfsdp.text.json_lines import seconds_of

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from hpcfsdp.checkpoint.files import reason
+from hpcfsdp.checkpoint.format.files import reason
 from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.hang import report as hang_report
 from hpcfsdp.launch.lock import training_in

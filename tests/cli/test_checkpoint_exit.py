@@ -15,7 +15,7 @@ import torch
 
 import hpcfsdp
 from hpcfsdp.checkpoint import CheckpointManager
-from hpcfsdp.checkpoint.files import Files, System
+from hpcfsdp.checkpoint.format.files import Files, System
 
 class Slow(System):
     def fsync(self, fd):

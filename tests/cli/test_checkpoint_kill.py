@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from hpcfsdp.checkpoint.catalog import ABANDONED_AFTER_S, latest
-from hpcfsdp.checkpoint.index import open_index
-from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.checkpoint.format.catalog import ABANDONED_AFTER_S, latest
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.errors import CheckpointCorruptError
 from tests.cli.conftest import ROOT, survivors
 
@@ -17,10 +17,10 @@ ALONE = """
 import json, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 import numpy as np
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.single import write_alone
+from hpcfsdp.checkpoint.saving.single import write_alone
 from tests.disks import Killing, Watched
 
 SPECS = [TensorSpec("model/w", (7, 13), "float32"), TensorSpec("model/v", (3,), "bfloat16")]
@@ -146,7 +146,7 @@ import torch
 from torch import nn
 import hpcfsdp
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format.files import Files
 from tests.disks import Killing, Watched
 
 rank, step = int(sys.argv[2]), sys.argv[3]  # a number of a call, or the name of the first of a kind

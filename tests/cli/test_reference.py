@@ -59,7 +59,7 @@ def kinds_in_the_source():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "of_kind":
                 yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
-    from hpcfsdp.checkpoint.access import _KINDS
+    from hpcfsdp.checkpoint.format.access import _KINDS
 
     yield from _KINDS.values()
     yield "unreadable"  # any other

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint.catalog import ABANDONED_AFTER_S, partial_path
-from hpcfsdp.checkpoint.files import Files, System
-from hpcfsdp.checkpoint.index import open_index
-from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.checkpoint.format.catalog import ABANDONED_AFTER_S, partial_path
+from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.errors import (
     CheckpointCorruptError,
@@ -328,7 +328,7 @@ def test_the_ranks_of_a_node_check_a_file_together_and_each_node_what_it_loads(c
     path = checkpoint.save(shared_path / "shared.h5", model=model)
     index = open_index(path)
     whole, node = dict(make_net().named_parameters()), comm.rank % nodes
-    monkeypatch.setattr("hpcfsdp.checkpoint.files._system_id", lambda: str(node))
+    monkeypatch.setattr("hpcfsdp.checkpoint.format.files._system_id", lambda: str(node))
     real, checked = BlockReader.check_rows, []
 
     def check_rows(self, places):

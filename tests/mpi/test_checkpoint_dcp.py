@@ -18,7 +18,7 @@ import hpcfsdp.state_dict as ours
 from hpcfsdp import checkpoint
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.checkpoint import HDF5Reader, HDF5Writer, open_index
-from hpcfsdp.checkpoint.files import Files, System
+from hpcfsdp.checkpoint.format.files import Files, System
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
 from tests.mpi.models import adamw, make_net, shard

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint.catalog import partial_path
-from hpcfsdp.checkpoint.files import Files
-from hpcfsdp.checkpoint.index import open_index
-from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.checkpoint.format.catalog import partial_path
+from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 from hpcfsdp.fsdp import FullyShardedDataParallel
@@ -57,7 +57,7 @@ def save(request, comm, make_comm, shared_path, monkeypatch):
     """
     writer, models, group = getattr(request, "param", "posix"), {}, None
     if writer == "subfiles":
-        monkeypatch.setattr("hpcfsdp.checkpoint.subfiles.LEAST_BYTES", 1)
+        monkeypatch.setattr("hpcfsdp.checkpoint.saving.subfiles.LEAST_BYTES", 1)
         group = make_comm(Topology.from_labels([rank % 2 for rank in range(comm.size)]))
 
     def save_value(value, system=None):

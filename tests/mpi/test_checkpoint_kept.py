@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint import content
-from hpcfsdp.checkpoint.kept_plan import KeptPlan
+from hpcfsdp.checkpoint.saving import content
+from hpcfsdp.checkpoint.saving.kept_plan import KeptPlan
 from hpcfsdp.errors import DisagreementError
 from tests.mpi.models import ORIGINAL, adamw, make_net, shard, train_sharded
 from tests.mpi.test_checkpoint_manager import contents

@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint import pending, retention
-from hpcfsdp.checkpoint.catalog import checkpoint_path
-from hpcfsdp.checkpoint.files import Files, System
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.staging import Ring
+from hpcfsdp.checkpoint.format.catalog import checkpoint_path
+from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.manager import retention
+from hpcfsdp.checkpoint.saving import pending
+from hpcfsdp.checkpoint.saving.staging import Ring
 from hpcfsdp.errors import (
     CheckpointCorruptError,
     CheckpointError,

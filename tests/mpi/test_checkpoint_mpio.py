@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint import content, mpio
-from hpcfsdp.checkpoint.files import Files, System
+from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.saving import content, mpio
 from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint import parts, subfiles
-from hpcfsdp.checkpoint.catalog import ABANDONED_AFTER_S, checkpoint_files
-from hpcfsdp.checkpoint.files import Files, System
-from hpcfsdp.checkpoint.format.seal import packed_bytes
-from hpcfsdp.checkpoint.index import open_index
-from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.checkpoint.format import parts
+from hpcfsdp.checkpoint.format.catalog import ABANDONED_AFTER_S, checkpoint_files
+from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.footer import packed_bytes
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
+from hpcfsdp.checkpoint.saving import subfiles
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 from hpcfsdp.launch.topology import Topology
 from tests.mpi.models import adamw, make_net, shard, train_sharded

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint.index import open_index
-from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.fsdp import ShardingStrategy
 from tests.mpi.models import adamw, batch, loss_of, make_net, shard
@@ -17,7 +17,7 @@ WRITERS = ["posix", "subfiles", *(["mpio"] if h5py.get_config().mpi else [])]
 
 @pytest.fixture(autouse=True)
 def _files_of_nodes_hold_small_tensors_too(monkeypatch):
-    monkeypatch.setattr("hpcfsdp.checkpoint.subfiles.LEAST_BYTES", 1)
+    monkeypatch.setattr("hpcfsdp.checkpoint.saving.subfiles.LEAST_BYTES", 1)
 
 
 class Layout:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.convert.export import export_checkpoint
 from hpcfsdp.checkpoint.convert.importing import import_checkpoint
-from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.comm import raise_together
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from tests.mpi.models import adamw, make_net, shard, train_plain

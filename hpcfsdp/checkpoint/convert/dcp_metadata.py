@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hpcfsdp.checkpoint.access import LEAST_ROOM_BYTES, ROOM_PER_BYTE, MemoryBudget, open_file
 from hpcfsdp.checkpoint.convert.pickles import check_pickle, first_line
 from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
-from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.access import LEAST_ROOM_BYTES, ROOM_PER_BYTE, MemoryBudget, open_file
+from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import whole_box

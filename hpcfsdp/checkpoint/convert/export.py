@@ -12,10 +12,10 @@ import numpy as np
 from hpcfsdp.checkpoint.convert import safetensors
 from hpcfsdp.checkpoint.convert.output import Progress, Step, absolute, new_files, no_progress
 from hpcfsdp.checkpoint.convert.selection import MODEL, Selection, select
-from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
-from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.errors import CheckpointError, UsageError
 
 FORMATS = ("safetensors", "pt", "dcp")

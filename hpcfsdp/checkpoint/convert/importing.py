@@ -10,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcfsdp.checkpoint.access import naming_errors
 from hpcfsdp.checkpoint.convert import safetensors
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES
 from hpcfsdp.checkpoint.convert.output import Progress, absolute, check_absent, no_progress, reading
 from hpcfsdp.checkpoint.convert.safetensors_source import open_safetensors
 from hpcfsdp.checkpoint.convert.source import Source
-from hpcfsdp.checkpoint.files import Files, check_regular
+from hpcfsdp.checkpoint.format.access import naming_errors
+from hpcfsdp.checkpoint.format.files import Files, check_regular
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.save_plan import check_names
-from hpcfsdp.checkpoint.single import write_alone
+from hpcfsdp.checkpoint.saving.plan import check_names
+from hpcfsdp.checkpoint.saving.single import write_alone
 from hpcfsdp.errors import CheckpointError, UsageError
 
 _STEPS = np.iinfo(np.int64)

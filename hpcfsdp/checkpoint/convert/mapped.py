@@ -14,12 +14,12 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from hpcfsdp.checkpoint.access import open_file
 from hpcfsdp.checkpoint.convert.output import Step
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format.access import open_file
+from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.format.index import CheckpointIndex
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.index import CheckpointIndex
-from hpcfsdp.checkpoint.reader import BlockReader
 
 _ALIGNMENT = 64
 

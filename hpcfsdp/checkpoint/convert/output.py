@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
-from hpcfsdp.checkpoint.catalog import new_token, partial_path, partials_of
-from hpcfsdp.checkpoint.files import Files, reason
-from hpcfsdp.checkpoint.parts import remove_abandoned
+from hpcfsdp.checkpoint.format.catalog import new_token, partial_path, partials_of
+from hpcfsdp.checkpoint.format.files import Files, reason
+from hpcfsdp.checkpoint.format.parts import remove_abandoned
 from hpcfsdp.errors import CheckpointError
 
 Step = Callable[[int], None]

@@ -12,10 +12,10 @@ from typing import Any
 from hpcfsdp.checkpoint.convert import safetensors
 from hpcfsdp.checkpoint.convert.export import Exported, write_tensors
 from hpcfsdp.checkpoint.convert.output import Progress, absolute, new_files, no_progress
-from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
-from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.errors import CheckpointError
 
 FORMAT = "peft"

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from hpcfsdp.checkpoint.access import MemoryBudget, naming_errors, open_file, read_bytes
 from hpcfsdp.checkpoint.convert import safetensors
 from hpcfsdp.checkpoint.convert.export import GROUPS_KEY, SCALARS_KEY, STEP_KEY
 from hpcfsdp.checkpoint.convert.safetensors import Entry
 from hpcfsdp.checkpoint.convert.source import Source
-from hpcfsdp.checkpoint.files import Files
 from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.access import MemoryBudget, naming_errors, open_file, read_bytes
+from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.format.json_types import check_optimizer
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.json_types import check_optimizer
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 _OPTIM = f"{schema.OPTIM_STATE}/"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.index import CheckpointIndex
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.checkpoint.inspect.names import matching
 from hpcfsdp.errors import CheckpointError
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.single import Elements
+from hpcfsdp.checkpoint.saving.single import Elements
 from hpcfsdp.errors import CheckpointError, nearest
 
 

@@ -17,8 +17,8 @@ from hpcfsdp.checkpoint.convert.mapped import MappedTensors
 from hpcfsdp.checkpoint.convert.output import Step, new_files, new_folder
 from hpcfsdp.checkpoint.convert.recognize import STEP_KEY
 from hpcfsdp.checkpoint.convert.selection import MODEL, OPTIM, Selection
-from hpcfsdp.checkpoint.files import Files
-from hpcfsdp.checkpoint.index import CheckpointIndex
+from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.format.index import CheckpointIndex
 from hpcfsdp.errors import CheckpointError
 
 METADATA_NAME = ".metadata"

@@ -18,13 +18,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from hpcfsdp.checkpoint.access import MemoryBudget, naming_errors, open_file
 from hpcfsdp.checkpoint.convert.dcp_metadata import read_metadata
 from hpcfsdp.checkpoint.convert.pickles import check_pickle, first_line
 from hpcfsdp.checkpoint.convert.recognize import OPTIM_KEYS, Parts, Stored, alike, sort_out
 from hpcfsdp.checkpoint.convert.source import Source
 from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format.access import MemoryBudget, naming_errors, open_file
+from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format.schema import MOST_LEVELS, TensorSpec
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.save_plan import SavePlan, box_blocks
+from hpcfsdp.checkpoint.saving.plan import SavePlan, box_blocks
 from hpcfsdp.params.layout import Box
 
 _SHORT_RUN_BYTES = 64 << 10

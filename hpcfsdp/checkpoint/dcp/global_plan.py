@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from torch.distributed.checkpoint.planner import SavePlan as StatePlan, WriteItem, WriteItemType
 
-from hpcfsdp.checkpoint.dcp import columns, entry_names as names
-from hpcfsdp.checkpoint.dcp.entry_names import Entry
-from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.dcp import columns
+from hpcfsdp.checkpoint.format import entry_names as names, schema
+from hpcfsdp.checkpoint.format.entry_names import Entry
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, SavePlan, box_blocks, check_names, check_tiling
+from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, SavePlan, box_blocks, check_names, check_tiling
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.tiling import find_outside

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from hpcfsdp.checkpoint.dcp import entry_names as names
-from hpcfsdp.checkpoint.dcp.entry_names import Entry, Names, Request
+from hpcfsdp.checkpoint.format import entry_names as names
+from hpcfsdp.checkpoint.format.entry_names import Entry, Names, Request
+from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
+from hpcfsdp.checkpoint.format.plain_values import from_plain
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec, numpy_dtype
-from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
-from hpcfsdp.checkpoint.plain_values import from_plain
-from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import levels_of

@@ -21,20 +21,19 @@ from torch.distributed.checkpoint.planner import SavePlan as StatePlan, SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from hpcfsdp.checkpoint.catalog import new_token
-from hpcfsdp.checkpoint.content import root_attributes, small_values
-from hpcfsdp.checkpoint.dcp import entry_names as names
 from hpcfsdp.checkpoint.dcp.columns import Round, rows_blocks
-from hpcfsdp.checkpoint.dcp.entry_names import Entry
 from hpcfsdp.checkpoint.dcp.global_plan import box_of, plan_entries, plan_exchange, plan_tensors
 from hpcfsdp.checkpoint.dcp.row_exchange import Exchange
-from hpcfsdp.checkpoint.draft import BlockWriter, Draft, DraftMissingError, extent_rows, naming_write_errors
-from hpcfsdp.checkpoint.files import Files
-from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format import entry_names as names, schema
+from hpcfsdp.checkpoint.format.catalog import new_token
+from hpcfsdp.checkpoint.format.entry_names import Entry
+from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.format.metadata import Skeleton, build_skeleton
+from hpcfsdp.checkpoint.format.plain_values import Types, to_plain
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.format.skeleton import Skeleton, build_skeleton
-from hpcfsdp.checkpoint.plain_values import Types, to_plain
-from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, SavePlan, box_blocks
+from hpcfsdp.checkpoint.saving.content import root_attributes, small_values
+from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, SavePlan, box_blocks
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, Draft, DraftMissingError, extent_rows, naming_write_errors
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.reshard.whole import as_bytes, checksum

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.index import CheckpointIndex
+from hpcfsdp.checkpoint.format.index import CheckpointIndex
 from hpcfsdp.errors import CheckpointError, nearest
 
 _MODEL = f"{schema.MODEL}/"

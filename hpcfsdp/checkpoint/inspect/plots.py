@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.index import CheckpointIndex
+from hpcfsdp.checkpoint.format.index import CheckpointIndex
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.inspect.names import match_names
 from hpcfsdp.checkpoint.inspect.numbers import decoded, json_number
 from hpcfsdp.checkpoint.inspect.stats import absolute, file_statistics
 from hpcfsdp.checkpoint.inspect.walk import Advance, ignore, read_pieces
-from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointError, nearest
 
 BINS = 100

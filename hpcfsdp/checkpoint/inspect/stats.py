@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hpcfsdp.checkpoint.format.index import CheckpointIndex
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.index import CheckpointIndex
 from hpcfsdp.checkpoint.inspect.numbers import decoded
 from hpcfsdp.checkpoint.inspect.walk import Advance, ignore, read_pieces
-from hpcfsdp.checkpoint.reader import BlockReader
 
 
 @dataclass(frozen=True)

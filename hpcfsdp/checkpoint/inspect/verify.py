@@ -10,16 +10,16 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from hpcfsdp.checkpoint.access import open_file, open_hdf5, read_bytes, read_file_regions, read_file_seal
-from hpcfsdp.checkpoint.extents import elements_in
-from hpcfsdp.checkpoint.files import Files, reason
 from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.access import open_file, open_hdf5, read_bytes, read_file_regions, read_file_seal
+from hpcfsdp.checkpoint.format.extents import elements_in
+from hpcfsdp.checkpoint.format.files import Files, reason
+from hpcfsdp.checkpoint.format.footer import Seal, packed_bytes
+from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
+from hpcfsdp.checkpoint.format.json_types import odd_hyper_parameters
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.format.seal import Seal, packed_bytes
-from hpcfsdp.checkpoint.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.inspect.walk import Advance, ignore, iter_pieces
-from hpcfsdp.checkpoint.json_types import odd_hyper_parameters
-from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
 _TRIES = 5

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.index import CheckpointIndex
-from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.checkpoint.format.index import CheckpointIndex
+from hpcfsdp.checkpoint.format.reader import BlockReader
 
 Advance = Callable[[int], None]
 """Called with the number of bytes that were read since its last call."""

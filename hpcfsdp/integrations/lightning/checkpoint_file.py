@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint as LightningModelCheckpo
 from torch import nn
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint.plain_values import from_plain, to_plain
+from hpcfsdp.checkpoint.format.plain_values import from_plain, to_plain
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 

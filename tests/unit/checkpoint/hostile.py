@@ -4,8 +4,8 @@ import h5py
 import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.footer import make_seal
 from hpcfsdp.checkpoint.format.image import SparseImage
-from hpcfsdp.checkpoint.format.seal import make_seal
 
 
 def put_values(file, rows=(), tensors=(), sizes=(), version="1.0", **json_by_name):

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given, strategies as st
 
-from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, box_blocks
+from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import levels_of
 from hpcfsdp.reshard.hyperslabs import first_untiled

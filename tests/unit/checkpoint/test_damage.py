@@ -13,12 +13,12 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcfsdp.checkpoint.format import schema, skeleton
+from hpcfsdp.checkpoint.format import metadata as skeleton, schema
+from hpcfsdp.checkpoint.format.footer import make_seal
 from hpcfsdp.checkpoint.format.image import SparseImage
+from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.format.seal import make_seal
-from hpcfsdp.checkpoint.index import open_index
-from hpcfsdp.checkpoint.single import write_alone
+from hpcfsdp.checkpoint.saving.single import write_alone
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 pytestmark = pytest.mark.hdf5
@@ -30,8 +30,8 @@ import json, os, random, resource, sys, warnings
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 resource.setrlimit(resource.RLIMIT_CPU, (90, 90))
 from pathlib import Path
-from hpcfsdp.checkpoint.index import open_index
-from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 source, every = sys.argv[1], int(sys.argv[2])
@@ -270,7 +270,7 @@ def test_blocks_that_have_changed_places_are_found(small, run_python):
 
 GARBAGE = """
 dice = random.Random(0)
-from hpcfsdp.checkpoint.format.seal import MAGIC
+from hpcfsdp.checkpoint.format.footer import MAGIC
 for turn in range(400):
     garbage = dice.randbytes(dice.randrange(3000))
     starts = [b"", b"\\x89HDF\\r\\n\\x1a\\n", data[: dice.randrange(300)]]

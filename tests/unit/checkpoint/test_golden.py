@@ -12,8 +12,8 @@ import torch
 
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.index import open_index
-from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 
 pytestmark = pytest.mark.hdf5
 

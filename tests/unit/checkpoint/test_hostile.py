@@ -12,14 +12,14 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcfsdp.checkpoint.access import LEAST_ROOM_BYTES
-from hpcfsdp.checkpoint.format import schema, seal
+from hpcfsdp.checkpoint.format import footer as seal, schema
+from hpcfsdp.checkpoint.format.access import LEAST_ROOM_BYTES
+from hpcfsdp.checkpoint.format.footer import Seal
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.format.seal import Seal
-from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect.verify import verify_file
-from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.checkpoint.single import write_alone
+from hpcfsdp.checkpoint.saving.single import write_alone
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from tests.unit.checkpoint.hostile import make_file
 
@@ -42,7 +42,7 @@ resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 from pathlib import Path
 from hpcfsdp.checkpoint.inspect.verify import verify_file
-from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.errors import CheckpointError
 
 def peak_mib():

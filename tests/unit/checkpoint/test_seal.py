@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.checkpoint.format import seal as module
-from hpcfsdp.checkpoint.format.seal import MAGIC, Seal, make_seal, packed_bytes, read_regions, read_seal
+from hpcfsdp.checkpoint.format import footer as module
+from hpcfsdp.checkpoint.format.footer import MAGIC, Seal, make_seal, packed_bytes, read_regions, read_seal
 
 
 @st.composite

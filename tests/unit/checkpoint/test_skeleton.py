@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.checkpoint.content import Content, root_attributes
-from hpcfsdp.checkpoint.format import schema, skeleton as module
+from hpcfsdp.checkpoint.format import metadata as module, schema
+from hpcfsdp.checkpoint.format.metadata import Source, build_skeleton
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.format.skeleton import Source, build_skeleton
-from hpcfsdp.checkpoint.subfiles import SubfilesWriter
+from hpcfsdp.checkpoint.saving.content import Content, root_attributes
+from hpcfsdp.checkpoint.saving.subfiles import SubfilesWriter
 
 pytestmark = pytest.mark.hdf5
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import h5py
 import pytest
 
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.single import write_alone
+from hpcfsdp.checkpoint.saving.single import write_alone
 from hpcfsdp.cli import ls
 from hpcfsdp.cli.main import VERBS, main
 from hpcfsdp.cli.reporting import print_json

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from hpcfsdp.checkpoint.format.skeleton import select
+from hpcfsdp.checkpoint.format.metadata import select
 from hpcfsdp.reshard.boxes import joined_boxes
 
 pytestmark = pytest.mark.hdf5

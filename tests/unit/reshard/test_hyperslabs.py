@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.checkpoint.extents import check_extents
+from hpcfsdp.checkpoint.format.extents import check_extents
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, box_blocks
+from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.errors import CheckpointCorruptError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard import hyperslabs as tiling

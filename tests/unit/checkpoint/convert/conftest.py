@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.index import open_index
-from hpcfsdp.checkpoint.reader import BlockReader
-from hpcfsdp.checkpoint.single import write_alone
+from hpcfsdp.checkpoint.saving.single import write_alone
 
 DTYPES = list(schema._NUMPY_DTYPES)
 

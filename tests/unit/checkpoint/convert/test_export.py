@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 
 from hpcfsdp.checkpoint.convert import output
 from hpcfsdp.checkpoint.convert.export import export_checkpoint
-from hpcfsdp.checkpoint.files import Files, System
+from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, UsageError
 from tests.unit.checkpoint.convert.conftest import DTYPES, GROUPS, contents, write
 

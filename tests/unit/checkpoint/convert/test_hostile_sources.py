@@ -363,8 +363,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hpcfsdp.checkpoint.convert.export import export_checkpoint
 from hpcfsdp.checkpoint.convert.importing import import_checkpoint
-from hpcfsdp.checkpoint.index import open_index
-from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.errors import HpcfsdpError
 
 folder, count = Path(sys.argv[1]), int(sys.argv[2])

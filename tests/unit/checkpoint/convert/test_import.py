@@ -15,8 +15,8 @@ from torch import nn
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.convert.export import PT_SUFFIXES, export_checkpoint
 from hpcfsdp.checkpoint.convert.importing import import_checkpoint
-from hpcfsdp.checkpoint.index import open_index
-from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, UsageError
 from tests.unit.checkpoint.convert.conftest import DTYPES, contents
 

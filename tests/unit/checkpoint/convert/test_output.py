@@ -3,7 +3,7 @@ import os
 import pytest
 
 from hpcfsdp.checkpoint.convert.output import new_files, new_folder
-from hpcfsdp.checkpoint.files import Files
+from hpcfsdp.checkpoint.format.files import Files
 
 
 def fill(fds, text):

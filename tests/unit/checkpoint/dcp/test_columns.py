@@ -13,7 +13,7 @@ from hpcfsdp.checkpoint.dcp import columns
 from hpcfsdp.checkpoint.dcp.columns import Part
 from hpcfsdp.checkpoint.dcp.row_exchange import Exchange
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.save_plan import BLOCK_DTYPE, SavePlan, box_blocks, check_tiling
+from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, SavePlan, box_blocks, check_tiling
 from hpcfsdp.params.layout import Box
 from tests.unit.checkpoint.examples import grids, part
 

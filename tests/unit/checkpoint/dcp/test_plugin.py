@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint import HDF5Reader, HDF5Writer, open_index
-from hpcfsdp.checkpoint.dcp import entry_names as names
 from hpcfsdp.checkpoint.dcp.reader import read_box
-from hpcfsdp.checkpoint.files import Files, System
-from hpcfsdp.checkpoint.reader import BlockReader
+from hpcfsdp.checkpoint.format import entry_names as names
+from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.cli.main import main
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointReplacedError
 from hpcfsdp.params.layout import Box

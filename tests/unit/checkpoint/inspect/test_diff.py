@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from hpcfsdp.checkpoint import save
+from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect.diff import (
     ABSENT,
     ChangedTensor,

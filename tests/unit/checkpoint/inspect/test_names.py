@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.inspect.names import matching, tensors_matching
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from hpcfsdp.checkpoint import save
-from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.inspect import pictures, plots
-from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
 from hpcfsdp.output.figure_file import write_figure
 

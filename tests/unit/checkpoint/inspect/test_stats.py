@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, strategies as st
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.index import open_index
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.inspect import walk
 from hpcfsdp.checkpoint.inspect.numbers import decoded
 from hpcfsdp.checkpoint.inspect.stats import Statistics, file_statistics, statistics
-from hpcfsdp.checkpoint.reader import BlockReader
 from hpcfsdp.errors import CheckpointCorruptError
 
 KINDS = {

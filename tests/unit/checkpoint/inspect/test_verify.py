@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hpcfsdp.checkpoint import save
-from hpcfsdp.checkpoint.files import Files, System
+from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.footer import make_seal, read_seal
+from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.schema import checksum
-from hpcfsdp.checkpoint.format.seal import make_seal, read_seal
-from hpcfsdp.checkpoint.index import open_index
 from hpcfsdp.checkpoint.inspect.verify import verify_file
 from hpcfsdp.errors import CheckpointError, CheckpointReplacedError
 

@@ -1,0 +1,355 @@
+"""Verified reads of runs of a checkpoint's tensors. Needs numpy and h5py alone."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Hashable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.access import naming_damage, open_file, read_file_seal
+from hpcfsdp.checkpoint.format.files import Files, reason
+from hpcfsdp.checkpoint.format.index import CheckpointIndex, PartFile
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
+
+_KEPT_BYTES = 64 << 20
+"""Most bytes of rows that a reader keeps, to give parts of them, unless one alone has more."""
+
+_OPEN_PARTS = 64
+"""Most parts of a checkpoint that are open at a time: it may have one for each of a thousand nodes."""
+
+_AT_ONCE_BYTES = 1 << 20
+"""Most bytes of several rows that are read in one go to be checked: they stay in the cache of a core until they are."""
+
+_CHUNK_BYTES = 256 << 10
+"""Bytes that are read, and added to a checksum, at a time: they are in the cache of a core when it is computed."""
+
+_FEW_ROWS = 64
+"""So many rows of a tensor are looked through one by one: numpy would take longer."""
+
+_ROWS_AT_ONCE = 4096
+"""Rows that are Python tuples at a time, which take seven times as much memory."""
+
+_LONG_RUN_BYTES = 64 << 10
+_SPAN_BYTES = 8 << 20
+
+_RUNS_BYTES = 16 << 20
+"""Most bytes of a range that is read for several runs in it."""
+
+_GAP_BYTES = 1 << 20
+"""Reading a gap of so many bytes between two runs costs about as much as beginning another read."""
+
+
+class _Row(NamedTuple):
+    """A row of the table of extents, see ``schema.EXTENT_DTYPE``. To read a field of a numpy row costs far more."""
+
+    tensor: int
+    rank: int
+    file: int
+    count: int
+    start: int
+    numel: int
+    stride: int
+    byte_offset: int
+    checksum: int
+
+    @property
+    def end(self) -> int:
+        """After the last of its elements."""
+        return self.start + (self.count - 1) * self.stride + self.numel
+
+
+class BlockReader:
+    """Reads runs of tensors and verifies their checksums. A context manager."""
+
+    def __init__(self, index: CheckpointIndex, files: Files | None = None, *, verify: bool = True) -> None:
+        """Not collective. Without `verify`, it reads only the requested bytes and compares no checksums."""
+        self._index, self._files, self._verify = index, files or Files(), verify
+        self.path = index.info.path
+        self._stack = contextlib.ExitStack()
+        # Rows that were requested in part, by file and place in it: a caller that reads a tensor in small parts comes
+        # back for the next one, and interleaved rows are needed together.
+        self._rows: dict[tuple[int, int], np.ndarray] = {}
+        self._kept_bytes = 0  # of them
+        self._scratch = np.empty(0, np.uint8)
+        self._parts: dict[int, tuple[int, contextlib.ExitStack]] = {}  # descriptor, and a stack that closes it
+
+    def __enter__(self) -> BlockReader:
+        """Opens the file; raises CheckpointReplacedError if it is another one by now."""
+        self._fd = self._stack.enter_context(open_file(self._files, self.path, self._index.seal))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._parts:
+            self._close_oldest_part()
+        self._stack.close()
+
+    def check_part(self, number: int) -> None:
+        """Opens a part and checks that it was written with the checkpoint. `number` is as in the table of extents.
+
+        Raises CheckpointCorruptError if it is missing, damaged, or of another checkpoint, CheckpointError if it cannot
+        be opened, CheckpointReplacedError if the checkpoint has been replaced.
+        """
+        if number not in self._parts:
+            part = self._index.parts[number - 1]
+            path = Path(os.path.realpath(self.path)).parent / part.name
+            try:
+                with contextlib.ExitStack() as stack:
+                    fd = stack.enter_context(open_file(self._files, path))
+                    _check_part(self.path, part, path, self._files, fd)
+                    self._parts[number] = fd, stack.pop_all()
+                if len(self._parts) > _OPEN_PARTS:
+                    self._close_oldest_part()
+            except CheckpointError as error:
+                with open_file(self._files, self.path, self._index.seal):
+                    pass  # it has not been replaced
+                if path.exists():
+                    raise
+                raise CheckpointCorruptError(
+                    f"{self.path}: {part.name}, which has a part of its tensors, is not next to it"
+                ) from error
+
+    def _close_oldest_part(self) -> None:
+        _, stack = self._parts.pop(next(iter(self._parts)))
+        stack.close()
+
+    def read(self, path: str, start: int, numel: int) -> np.ndarray:
+        """Elements `start` to `start + numel` of a tensor, 1-D, in ``schema.numpy_dtype`` of its dtype.
+
+        Raises ValueError for elements outside of the tensor, CheckpointCorruptError for a wrong checksum.
+        """
+        output = np.empty(numel, dtype=schema.numpy_dtype(self._index.resolve(path).dtype))
+        self.read_into(path, start, output)
+        return output
+
+    def read_into(self, path: str, start: int, output: np.ndarray) -> None:
+        """As ``read``, into 1-D contiguous memory of that dtype."""
+        self.read_all([(path, start, output)])
+
+    def read_all(self, wanted: Iterable[tuple[str, int, np.ndarray]]) -> None:
+        """As ``read_into`` for each path, start and output.
+
+        All rows are looked up before the first is read: data that flows through the caches drives everything else out.
+        """
+        found = [(self._overlapping(path, start, len(output)), start, output) for path, start, output in wanted]
+        for (spec, rows), start, output in found:
+            for row in rows:
+                self._read_row(spec, row, start, output)
+
+    def read_runs(self, path: str, starts: np.ndarray, output: np.ndarray) -> None:
+        """As ``read_into``, for runs of one length from each of `starts` on, ascending. Close runs share a read."""
+        if not len(output):
+            return
+        numel = len(output) // len(starts)
+        apart = (starts[1:] - starts[:-1] - numel) * output.itemsize > _GAP_BYTES
+        edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(starts)]
+        reach = _RUNS_BYTES // output.itemsize - numel  # from the start of the first run to that of the last
+        for first, end in itertools.pairwise(edges):
+            while first < end:
+                stop = first + int(np.searchsorted(starts[first:end], starts[first] + reach, side="right"))
+                stop = max(stop, first + 1)
+                begin, target = int(starts[first]), output[first * numel : stop * numel]
+                if stop - first == 1:
+                    self.read_into(path, begin, target)
+                else:
+                    values = self.read(path, begin, int(starts[stop - 1]) + numel - begin)
+                    runs = np.lib.stride_tricks.sliding_window_view(values, numel)
+                    target.reshape(-1, numel)[:] = runs[starts[first:stop] - begin]
+                first = stop
+
+    def check_rows(self, places: np.ndarray) -> None:
+        """Verifies rows of the table of extents, by their places in it; raises as ``read``.
+
+        Best in the order of the file.
+        """
+        specs = list(self._index.tensors.values())
+        parts = (places[begin : begin + _ROWS_AT_ONCE] for begin in range(0, len(places), _ROWS_AT_ONCE))
+        rows = (_Row._make(row) for part in parts for row in self._index.extents[part].tolist())
+        for group in _group_rows((specs[row.tensor], row) for row in rows):
+            spec, row = group[0]
+            if row.count > 1:
+                self._check(spec, row, self._runs(spec, row))
+                continue
+            if len(group) == 1:
+                self._read_through(spec, row)
+                continue
+            sizes = [row.numel * spec.itemsize for spec, row in group]
+            if len(self._scratch) < sum(sizes):
+                self._scratch = np.empty(sum(sizes), np.uint8)
+            self._fill(spec, row, self._scratch[: sum(sizes)])
+            end = 0
+            for (spec, row), nbytes in zip(group, sizes, strict=True):
+                self._check(spec, row, self._scratch[end : end + nbytes])
+                end += nbytes
+
+    def place(self) -> Hashable:
+        """A value that is equal on two processes only if they share the file's pages in memory; see ``Files.place``."""
+        with naming_damage(self.path):
+            return self._files.place(self._fd)
+
+    def _overlapping(self, path: str, start: int, numel: int) -> tuple[TensorSpec, list[_Row]]:
+        """A tensor, and the rows with some of these elements."""
+        spec, end = self._index.resolve(path), start + numel
+        if not 0 <= start <= end <= spec.numel:
+            raise ValueError(f"{path} has {spec.numel} elements, asked for {start} to {end}")
+        rows = self._index.rows_of(spec.path)
+        if not numel:
+            return spec, []
+        if len(rows) > _FEW_ROWS:
+            rows = rows[: np.searchsorted(rows["start"], np.uint64(end))]
+            rows = rows[rows["start"].astype(np.int64) + schema.row_spans(rows) > start]
+        return spec, [row for row in map(_Row._make, rows.tolist()) if row.start < end and row.end > start]
+
+    def blocks(self, path: str) -> Iterator[np.ndarray]:
+        """All elements of a tensor in row-major order, in blocks."""
+        spec = self._index.resolve(path)
+        for start in range(0, spec.numel, step := max(1, schema.BLOCK_BYTES // spec.itemsize)):
+            yield self.read(path, start, min(step, spec.numel - start))
+
+    def _read_row(self, spec: TensorSpec, row: _Row, start: int, output: np.ndarray) -> None:
+        """Copies the elements of a row that are within the output to it."""
+        first, numel = row.start, row.numel
+        end = start + len(output)
+        if row.count == 1:
+            low, high = max(start, first), min(end, first + numel)
+            target = output[low - start : high - start]
+            if not self._verify:
+                self._fill(spec, row, target, (low - first) * spec.itemsize)
+                return
+            if len(target) == numel:
+                self._fill_checked(spec, row, target)
+            else:
+                target[:] = self._whole(spec, row)[0][low - first : high - first]
+            return
+        for place, run in enumerate(self._whole(spec, row)):
+            begin = first + place * row.stride
+            low, high = max(start, begin), min(end, begin + numel)
+            if low < high:
+                output[low - start : high - start] = run[low - begin : high - begin]
+
+    def _whole(self, spec: TensorSpec, row: _Row) -> np.ndarray:
+        """All elements of a row, count x numel, verified."""
+        place = row.file, row.byte_offset
+        if place not in self._rows:
+            runs = self._runs(spec, row)
+            if self._verify:
+                self._check(spec, row, runs)
+            while self._rows and self._kept_bytes + runs.nbytes > _KEPT_BYTES:
+                self._kept_bytes -= self._rows.pop(next(iter(self._rows))).nbytes
+            self._rows[place] = runs
+            self._kept_bytes += runs.nbytes
+        return self._rows[place]
+
+    def _runs(self, spec: TensorSpec, row: _Row) -> np.ndarray:
+        """Reads all elements of a row, count x numel."""
+        numel, count, stride = row.numel, row.count, row.stride
+        runs = np.empty((count, numel), schema.numpy_dtype(spec.dtype))
+        # Long runs are read one by one, short ones together with the gaps between them.
+        at_once = 1 if numel * spec.itemsize >= _LONG_RUN_BYTES else max(1, _SPAN_BYTES // (stride * spec.itemsize))
+        for first in range(0, count, at_once):
+            some = runs[first : first + at_once]
+            span = np.empty((len(some) - 1) * stride + numel, runs.dtype)
+            self._fill(spec, row, span, first * stride * spec.itemsize)
+            strides = stride * spec.itemsize, spec.itemsize
+            some[:] = np.lib.stride_tricks.as_strided(span, some.shape, strides)
+        return runs
+
+    def _fill_checked(self, spec: TensorSpec, row: _Row, target: np.ndarray) -> None:
+        """Reads all elements of a row of a single run, and verifies them while they are in the cache."""
+        data = memoryview(target).cast("B")
+        self._read_checked(spec, row, (data[i : i + _CHUNK_BYTES] for i in range(0, len(data), _CHUNK_BYTES)))
+
+    def _read_through(self, spec: TensorSpec, row: _Row) -> None:
+        """The same, but keeps nothing."""
+        nbytes = row.numel * spec.itemsize
+        if len(self._scratch) < min(_CHUNK_BYTES, nbytes):
+            self._scratch = np.empty(_CHUNK_BYTES, np.uint8)
+        data = memoryview(self._scratch)
+        self._read_checked(spec, row, (data[: min(_CHUNK_BYTES, nbytes - i)] for i in range(0, nbytes, _CHUNK_BYTES)))
+
+    def _read_checked(self, spec: TensorSpec, row: _Row, chunks: Iterable[memoryview]) -> None:
+        """Reads a row of a single run into one chunk of memory after the other, and verifies it."""
+        found, offset = schema.Checksum(), row.byte_offset
+        fd, read = self._descriptor(row), self._files.read
+        try:
+            for chunk in chunks:
+                if read(fd, chunk, offset) < len(chunk):
+                    raise self._too_short(spec)
+                found.add(chunk)
+                offset += len(chunk)
+        except OSError as error:
+            raise self._cannot_read(spec, error) from error
+        self._compare(row, spec, found.value)
+
+    def _fill(self, spec: TensorSpec, row: _Row, target: np.ndarray, away: int = 0) -> None:
+        """Reads a row's bytes, from `away` bytes behind its first element on."""
+        fd = self._descriptor(row)
+        try:
+            got = self._files.read(fd, memoryview(target).cast("B"), row.byte_offset + away)
+        except OSError as error:
+            raise self._cannot_read(spec, error) from error
+        if got < target.nbytes:
+            raise self._too_short(spec)
+
+    def _descriptor(self, row: _Row) -> int:
+        """Of the file that has the row's bytes."""
+        if not row.file:
+            return self._fd
+        self.check_part(row.file)
+        return self._parts[row.file][0]
+
+    def _cannot_read(self, spec: TensorSpec, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self.path}: cannot read {spec.path}: {reason(error)}")
+
+    def _too_short(self, spec: TensorSpec) -> CheckpointCorruptError:
+        return CheckpointCorruptError(f"{self.path}: ends in the middle of {spec.path}")
+
+    def _check(self, spec: TensorSpec, row: _Row, data: np.ndarray) -> None:
+        self._compare(row, spec, schema.checksum(data))
+
+    def _compare(self, row: _Row, spec: TensorSpec, found: int) -> None:
+        if found != row.checksum:
+            number = row.file
+            of = f" of {self._index.parts[number - 1].name}" if number else ""
+            raise CheckpointCorruptError(
+                f"{self.path}: damaged: {_describe(row)} of {spec.path} (written by rank {row.rank}, bytes "
+                f"from {row.byte_offset}{of}) do not have their checksum"
+            )
+
+
+def _group_rows(rows: Iterable[tuple[TensorSpec, _Row]]) -> Iterator[list[tuple[TensorSpec, _Row]]]:
+    """Groups rows that can be read at once: rows of a single run that are adjacent in a file."""
+    group: list[tuple[TensorSpec, _Row]] = []
+    expected, nbytes = None, 0
+    for spec, row in rows:
+        size = row.numel * spec.itemsize
+        place = (row.file, row.byte_offset) if row.count == 1 else None
+        if group and (place is None or place != expected or nbytes + size > _AT_ONCE_BYTES):
+            yield group
+            group, nbytes = [], 0
+        group.append((spec, row))
+        nbytes += size
+        expected = None if place is None else (place[0], place[1] + size)
+    if group:
+        yield group
+
+
+def _check_part(master: Path, part: PartFile, path: Path, files: Files, fd: int) -> None:
+    """Raises unless an open file is the part of this checkpoint."""
+    size = files.size(fd)
+    if size < part.nbytes:
+        raise CheckpointCorruptError(f"{path}: truncated: {master.name} knows it with {part.nbytes} bytes, not {size}")
+    seal = read_file_seal(files, fd, path)
+    if seal is None or (size, seal.digest) != (part.nbytes, part.digest):
+        raise CheckpointCorruptError(f"{path}: damaged, or not the part that {master.name} was written with")
+
+
+def _describe(row: _Row) -> str:
+    more = f", and {row.count - 1} more of as many every {row.stride}," if row.count > 1 else ""
+    return f"elements {row.start} to {row.start + row.numel}{more}"

@@ -1,0 +1,246 @@
+"""Reads attributes, tables and small values of a checkpoint, and checks each before use.
+
+HDF5 has parsed them by then. Some layouts make it expand few bytes to many, or read other files: whatever this
+package does not write is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.access import MemoryBudget
+from hpcfsdp.checkpoint.format.extra import join_arrays
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
+
+_SINGLE = (
+    schema.PARAM_GROUPS,
+    schema.GROUP_TYPES,
+    schema.OPTIM_SCALARS,
+    schema.EXTRA_VALUES,
+    schema.EXTRA_TYPES,
+    schema.MODULE_STATES,
+    schema.CONFIG,
+    schema.STATE_DICT,
+    schema.TENSORS,
+    schema.SHAPES,
+    schema.LINKS,
+)
+
+
+def attribute_text(value: Any) -> str:
+    """The text of an attribute."""
+    with contextlib.suppress(AttributeError):
+        return value.decode()
+    return str(value)
+
+
+def required_attribute(file: h5py.File, name: str, kind: Callable[[Any], Any]) -> Any:
+    """An attribute of the root group, converted by `kind`; raises ValueError if it is missing or invalid."""
+    value = schema.attribute(file, name)
+    try:
+        if value is not None:
+            return kind(value)
+    except ValueError:
+        pass
+    raise ValueError(f"the attribute {name} is missing or invalid")
+
+
+def check_kind(path: Path, file: h5py.File) -> str:
+    """The version of the format.
+
+    Raises CheckpointError for an unsupported one or a part, else CheckpointCorruptError.
+    """
+    kind = attribute_text(schema.attribute(file, "format"))
+    if kind == schema.PART_FORMAT:
+        whole = attribute_text(schema.attribute(file, "checkpoint"))
+        raise CheckpointError(f"{path}: holds a part of the checkpoint {whole}, which is to be opened instead").of_kind(
+            "part"
+        )
+    if kind != schema.FORMAT:
+        foreign = CheckpointCorruptError(f"{path}: an HDF5 file, but not an hpcfsdp checkpoint")
+        raise foreign.of_kind("not_a_checkpoint")
+    version = required_attribute(file, "format_version", attribute_text)
+    major, known = (int(each.split(".")[0]) for each in (version, schema.FORMAT_VERSION))
+    if major < 0:
+        raise ValueError(f"{version!r} is no version of a format")
+    if major != known:
+        raise CheckpointError(
+            f"{path}: has format version {version}, this hpcfsdp reads {schema.FORMAT_VERSION}: use "
+            f"{'a newer' if major > known else 'an older'} hpcfsdp"
+        ).of_kind("version")
+    return version
+
+
+class Values:
+    """Small datasets of a file. `places` lists (first byte, end) of those that were read."""
+
+    def __init__(self, path: Path, file: h5py.File, end: int, budget: MemoryBudget) -> None:
+        """`end` is where HDF5's part of the file ends."""
+        self._path, self._file, self._end, self._budget = path, file, end, budget
+        self.places: list[tuple[int, int]] = []
+
+    def get(self, name: str) -> h5py.Group | h5py.Dataset | None:
+        """A group or dataset, None if there is none; raises for links to other places."""
+        found: Any = self._file
+        for part in name.split("/"):
+            link = found.get(part, getlink=True) if isinstance(found, h5py.Group) else None
+            if link is None:
+                return None
+            if not isinstance(link, h5py.HardLink):
+                raise self._damaged(name, "is reached by a link that is no hard one")
+            found = found[part]
+        return found
+
+    def names(self, name: str) -> Iterable[str]:
+        """The names in a group; none if there is no such group."""
+        found = self.get(name)
+        return found if isinstance(found, h5py.Group) else ()
+
+    def read(self, name: str, regions: Iterable[tuple[int, int]] | None = None) -> Any:
+        """The value of a dataset. Raises CheckpointCorruptError unless its bytes are stored unencoded in this file.
+
+        Args:
+            regions: (first byte, end) of ranges, one of which must contain all of it. Regions lack zeros at the ends of
+                values, so this suits tables alone.
+        """
+        dataset = self.get(name)
+        if not isinstance(dataset, h5py.Dataset) or dataset.shape is None or dataset.dtype.hasobject:
+            raise self._damaged(name, "is not there, or no array of numbers or text")
+        layout = dataset.id.get_create_plist()
+        if layout.get_layout() not in (h5py.h5d.CONTIGUOUS, h5py.h5d.COMPACT) or layout.get_nfilters():
+            raise self._damaged(name, "is chunked, filtered or virtual")
+        nbytes = math.prod(dataset.shape) * dataset.dtype.itemsize
+        if nbytes and layout.get_layout() == h5py.h5d.CONTIGUOUS:
+            self._check_place(name, nbytes, dataset.id.get_offset(), layout.get_external_count(), regions)
+        try:
+            self._budget.claim(nbytes)
+        except ValueError as error:
+            raise self._damaged(name, f"has {nbytes} bytes: {error}") from None
+        value = dataset[...]
+        return value.item() if value.dtype.kind == "S" and not value.shape else value
+
+    def _check_place(
+        self, name: str, nbytes: int, begin: int | None, num_external: int, regions: Iterable[tuple[int, int]] | None
+    ) -> None:
+        if num_external or begin is None:
+            raise self._damaged(name, f"has none of its {nbytes} bytes in the file")
+        end = begin + nbytes
+        if end > self._end:
+            raise self._damaged(name, f"ends at byte {end}, behind the end of the data, {self._end}")
+        if regions is not None and not any(first <= begin and end <= last for first, last in regions):
+            raise self._damaged(name, "has bytes without a checksum")
+        self.places.append((begin, end))
+
+    def _damaged(self, name: str, what: str) -> CheckpointCorruptError:
+        return CheckpointCorruptError(f"{self._path}: damaged: {name} {what}")
+
+
+def read_small(values: Values) -> dict[str, Any]:
+    """All datasets but tensors and the table of extents, as they were given to ``skeleton.build_skeleton``."""
+    names = [name for name in _SINGLE if values.get(name) is not None]
+    for group in (schema.EXTRA_ARRAYS, schema.RNG):
+        names += [f"{group}/{name}" for name in values.names(group)]
+    for name in values.names(schema.METRICS):
+        names += [f"{schema.METRICS}/{name}/{part}" for part in schema.METRIC_PARTS]
+    return {name: values.read(name) for name in names}
+
+
+def read_specs(tensors: np.ndarray, sizes: np.ndarray) -> dict[str, TensorSpec]:
+    """The tensors of the two tables; raises ValueError where these are invalid."""
+    if sizes.ndim != 1 or sizes.dtype.kind != "u":
+        raise ValueError(f"{schema.SHAPES} is no list of sizes")
+    shape = sizes.tolist()
+    found: dict[str, TensorSpec] = {}
+    for path, dtype, first, ndim in _rows(schema.TENSORS, tensors, ("path", "dtype", "first_dim", "ndim")):
+        name = path.decode()
+        if ndim > schema.MOST_DIMENSIONS:
+            raise ValueError(f"{name!r} has {ndim} dimensions; a tensor has {schema.MOST_DIMENSIONS} at most")
+        spec = TensorSpec(name, tuple(shape[first : first + ndim]), dtype.decode())
+        if not schema.supported(spec.dtype) or len(spec.shape) != ndim:
+            raise ValueError(f"{name!r} has the dtype {dtype!r} and {ndim} dimensions, which are not known here")
+        if found.setdefault(name, spec) is not spec:
+            raise ValueError(f"{schema.TENSORS} has {name!r} twice")
+    return found
+
+
+def read_links(links: np.ndarray, specs: dict[str, TensorSpec]) -> dict[str, str]:
+    """The path of each alias; raises ValueError for an unknown tensor, or a path that occurs twice."""
+    paths, found = list(specs), {}
+    for path, tensor in _rows(schema.LINKS, links, ("path", "tensor")):
+        name = path.decode()
+        if name in specs or name in found or tensor >= len(paths):
+            raise ValueError(f"{schema.LINKS} has {name!r} for tensor {tensor}, which cannot be")
+        found[name] = paths[tensor]
+    return found
+
+
+def read_parts(values: Values, regions: Iterable[tuple[int, int]]) -> list[tuple[str, int, int]]:
+    """Part files: name, bytes, and the digest of the seal. Raises ValueError for a name outside of this folder."""
+    if values.get(schema.FILES) is None:
+        return []
+    table = values.read(schema.FILES, regions)
+    parts = [(name.decode(), *rest) for name, *rest in _rows(schema.FILES, table, ("name", "nbytes", "digest"))]
+    for name, *_ in parts:
+        if name in ("", ".", "..") or "/" in name or not name.isprintable():
+            raise ValueError(f"it names a part {name!r}, which is no name of a file")
+    return parts
+
+
+def _rows(name: str, table: np.ndarray, fields: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
+    """The rows of a table, a few thousand at a time as Python objects."""
+    kinds = {"path": "S", "dtype": "S", "name": "S"}
+    if (
+        table.ndim != 1
+        or table.dtype.names != fields
+        or any(table.dtype[field].kind != kinds.get(field, "u") for field in fields)
+    ):
+        raise ValueError(f"{name} is no table of {', '.join(fields)}")
+    for first in range(0, len(table), 1 << 12):
+        yield from table[first : first + (1 << 12)].tolist()
+
+
+def read_json(small: dict[str, Any], name: str) -> Any:
+    """The value of a dataset of JSON; raises ValueError, naming the dataset, for other content."""
+    found = small.get(name)
+    if not isinstance(found, bytes):
+        raise ValueError(f"{name} is no text")
+    try:
+        return schema.from_json(found)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def read_extra(small: dict[str, Any], name: str) -> dict[str, Any]:
+    """Values with their arrays; raises ValueError where they are invalid."""
+    prefix = f"{schema.EXTRA_ARRAYS}/"
+    arrays = {path.removeprefix(prefix): value for path, value in small.items() if path.startswith(prefix)}
+    try:
+        found = join_arrays(read_json(small, name), arrays)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{name} is not as it is written: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is no object")
+    return found
+
+
+def read_metrics(small: dict[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Curves by name: steps, values. Raises ValueError unless they are numbers of equal counts."""
+    paths = {path.rpartition("/")[0] for path in small if path.startswith(f"{schema.METRICS}/")}
+    found = {}
+    for path in sorted(paths):
+        steps, values = (np.asarray(small[f"{path}/{part}"]) for part in schema.METRIC_PARTS)
+        if steps.ndim != 1 or steps.shape != values.shape or steps.dtype.kind not in "iu" or values.dtype.kind != "f":
+            raise ValueError(
+                f"{path!r} has {steps.shape} steps of {steps.dtype} and {values.shape} values of {values.dtype}"
+            )
+        found[path.removeprefix(f"{schema.METRICS}/")] = steps, values
+    return found

@@ -1,0 +1,392 @@
+"""``load``: each rank reads the runs it needs, wherever the ranks that wrote had their shards."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpcfsdp._compat import load_from_state_dict
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
+from hpcfsdp.checkpoint.format.plain_values import from_plain
+from hpcfsdp.checkpoint.format.reader import BlockReader
+from hpcfsdp.checkpoint.format.schema import CheckpointInfo
+from hpcfsdp.checkpoint.loading.match import FileNames, Match, check_patterns, match_model
+from hpcfsdp.checkpoint.loading.shares import rows_needed, select_share
+from hpcfsdp.checkpoint.manager.retention import reading
+from hpcfsdp.checkpoint.saving import rng
+from hpcfsdp.checkpoint.saving.same_call import Facts, GivenPath, compare_calls
+from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointReplacedError,
+)
+from hpcfsdp.hang.calls import public_call
+from hpcfsdp.reshard.whole import as_bytes
+from hpcfsdp.state.model import (
+    communicator_of,
+    device_of,
+    materialized,
+    model_tensors,
+    persistent_tensors,
+    stateful_modules,
+)
+from hpcfsdp.state.optim.in_file import OptimizerRestore
+from hpcfsdp.state.tensors import LocalPiece, StateTensor, TensorInfo, refuse_subclasses, staged_of
+from hpcfsdp.state.wrappers import CleanNames, settle
+from hpcfsdp.units.flat_unit import unit_of, units_in
+from hpcfsdp.units.guard import showing_state
+
+_TRIES = 5
+"""How often a file may be replaced by another while it is opened."""
+
+_PARTLY = "; a part of the model was loaded before this error: load again before using the model"
+
+_SPOILT = "; the floating-point tensors that were to be loaded are NaN now: load another file, or make the model anew"
+
+_Piece: TypeAlias = tuple[str, LocalPiece, torch.dtype]
+"""The path in the file, and this rank's memory of a run of elements."""
+
+
+@public_call("checkpoint.load")
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    strict: bool = True,
+    names: Sequence[str] | None = None,
+    verify: bool = True,
+    fresh: bool = False,
+    files: Files | None = None,
+) -> CheckpointInfo:
+    """Collective over the model's ranks. Load a checkpoint that any number of ranks wrote.
+
+    Restores parameters, buffers, the optimizer's state and hyper-parameters and the random number generators. Every
+    byte is checked against its checksum, and nothing changes before all ranks have checked theirs: tensors that are
+    loaded in place are read twice, and the ranks of a node divide the first reading among them. Tensors on the meta
+    device, all tensors of a `fresh` model and the optimizer's state, which gets new memory, are read once. With as many
+    ranks as wrote the file each continues its own random numbers; further ranks get new ones, which depend on file and
+    rank.
+
+    Args:
+        path: the file to load. Ranks other than 0 may pass None.
+        model: with the same parameters as the saved one; sharded, or a plain module (then every rank loads all of it),
+            with or without wrappers such as ``DistributedDataParallel``. Names in the file may contain those of
+            wrappers. Tensors on the meta device get memory on the CPU, and stay the same objects.
+        optimizer: the optimizer to load into; None leaves the optimizer's part of the file unread.
+        strict: False also accepts a file that lacks some of the model's tensors, which then stay unchanged, or has more
+            tensors; the result lists both. Shapes and dtypes, and the optimizer, always have to match.
+        names: patterns for the names of the model's tensors ("blocks.0.*", see ``inspect.names.matching``): other
+            tensors stay unchanged; without an optimizer the random number generators do, too. The optimizer, if given,
+            must step only these tensors.
+        fresh: the model has just been made, and holds nothing to keep; the same on all ranks. Every byte is checked
+            while it is read. If a check or the disk fails on any rank, the floating-point tensors that were to be
+            loaded are NaN on all ranks, so that nobody goes on with a part of a checkpoint.
+        verify: False compares no checksums, and reads once: if the disk fails in the middle, a part of the model is
+            loaded.
+        files: the disk operations, for tests.
+
+    Returns:
+        The checkpoint's step, world size, `extra` and more.
+
+    Raises:
+        CheckpointError: the file is missing or cannot be read, or a pattern matches nothing.
+        CheckpointMismatchError: it belongs to another model or optimizer; names and shapes are listed.
+        CheckpointCorruptError: it is damaged.
+        DifferentCallsError: a rank makes another call, such as ``save``.
+        DisagreementError: ranks give different values.
+    """
+    comm = communicator_of(model)
+
+    def facts() -> Facts:
+        check_patterns(names)
+        # Of models that are not sharded, ranks may have different parts, and load different names of one file.
+        return {"path": GivenPath(path) if comm.rank == 0 or path is not None else None, "fresh": bool(fresh)}
+
+    path = Path(compare_calls(comm, "checkpoint.load", facts)["path"].expanded)
+    with reading(path), contextlib.ExitStack() as stack, torch.no_grad():
+        index, reader, peers, drawing = _open_on_all_ranks(comm, stack, files or Files(), path, verify)
+        with raise_together(comm):
+            settle(model)
+            in_file, match, targets, new, grown = _match_targets(reader, index, model, names, strict, stack)
+            restore = None if optimizer is None else _plan_optimizer(in_file, model, optimizer)
+            if restore is not None and names is not None:
+                _check_steps_only(match.found, restore, index.info.path)
+            states = {name: _module_state(in_file, name) for name in match.states}
+            tensors = [*targets, *(restore.tensors if restore is not None else ())]
+            for staged in staged_of(tensors):
+                staged.alloc()
+            found = [(str(in_file.path_in(tensor)), tensor) for tensor in targets]
+            if restore is not None:
+                _read_optimizer(reader, in_file, restore)
+            draws = names is None or optimizer is not None
+            generators = _generators(index, drawing, device_of(model)) if draws else None
+            is_new = [fresh or tensor.name in new for tensor in targets]
+            kept = [item for item, new_one in zip(found, is_new, strict=True) if not new_one]
+            once = [piece for item, new_one in zip(found, is_new, strict=True) if new_one for piece in _pieces(*item)]
+            twice = [piece for item in kept for piece in _pieces(*item)]
+            needed = rows_needed(index, kept, peers, comm.size)
+        if verify and not fresh:
+            _check_rows(comm, reader, index, needed, peers)
+        at_stake = [tensor for tensor in targets if fresh and tensor.staged is None]
+        with _nan_on_failure(at_stake), raise_together(comm):
+            _read_pieces(reader, once, _SPOILT if fresh else "")
+        if not fresh:
+            with raise_together(comm):
+                _read_pieces(reader, twice, _PARTLY)
+    for buffer, value in grown:
+        buffer.data = value
+    for staged in staged_of(tensors):
+        staged.scatter()
+        staged.free()
+    if restore is not None:
+        restore.apply()
+    for name, module in stateful_modules(model).items():
+        if name in states:
+            module.set_extra_state(states[name])
+    if generators is not None:
+        generators()
+    return dataclasses.replace(index.info, missing=match.missing, unexpected=match.unexpected)
+
+
+class _Drawing(NamedTuple):
+    """The random numbers of a rank after a load.
+
+    Attributes:
+        states: of its generators; empty for a file without any.
+        seed: of new random numbers, for ranks beyond those that have saved; else None.
+    """
+
+    states: rng.States
+    seed: int | None
+
+
+def _open_on_all_ranks(
+    comm: Communicator, stack: contextlib.ExitStack, files: Files, path: Path, verify: bool
+) -> tuple[CheckpointIndex, BlockReader, list[int], _Drawing]:
+    """Opens the file on all ranks, with the index that rank 0 reads. Collective over `comm`.
+
+    Starts again if the file is replaced meanwhile. The third result are the ranks that share this rank's page cache,
+    the fourth the random numbers that this rank continues; the index has no rows of them.
+    """
+    for _ in range(_TRIES):
+        index: CheckpointIndex | None = None
+        of_ranks: rng.States = {}
+        seed = 0
+        with raise_together(comm):
+            if comm.rank == 0:
+                index = open_index(path, files)
+                of_ranks = index.rng
+                if any(value.ndim != 2 or len(value) != index.info.world_size for value in of_ranks.values()):
+                    raise CheckpointCorruptError(f"{path}: its random number states are not those of its ranks")
+                seed = schema.checksum(np.ascontiguousarray(of_ranks.get("torch_cpu", np.empty(0))))
+                # Those of thousands of ranks are too much for each of them.
+                index = dataclasses.replace(index, rng={kind: value[:0] for kind, value in of_ranks.items()})
+        index, seed = comm.broadcast_object((index, seed))
+        reader = BlockReader(index, files, verify=verify)
+        place: Hashable = None  # it has been replaced
+        with raise_together(comm), contextlib.suppress(CheckpointReplacedError):
+            place = stack.enter_context(reader).place()
+        places = comm.all_gather_object(place)
+        if None not in places:
+            peers = [rank for rank, other in enumerate(places) if other == place]
+            states = rng.scatter(comm, index.rng, of_ranks) if index.rng else {}
+            is_new = comm.rank >= index.info.world_size and "torch_cpu" in states
+            return index, reader, peers, _Drawing(states, seed ^ comm.rank if is_new else None)
+        stack.close()
+    raise CheckpointReplacedError(f"{path}: was replaced {_TRIES} times while it was opened: load another file")
+
+
+def _pieces(path: str, tensor: StateTensor) -> list[_Piece]:
+    """This rank's pieces of a tensor at `path` in the file; raises CheckpointError for expanded memory."""
+    for piece in tensor.pieces:
+        if any(step == 0 and size > 1 for step, size in zip(piece.tensor.stride(), piece.tensor.shape, strict=True)):
+            raise CheckpointError(f"{tensor.name!r} is an expanded tensor, which cannot be filled: make it contiguous")
+    return [(path, piece, tensor.dtype) for piece in tensor.pieces]
+
+
+def _read_optimizer(reader: BlockReader, in_file: FileNames, restore: OptimizerRestore) -> None:
+    """Reads the new state of an optimizer, which is allocated next to the old one."""
+    paths = [f"{schema.OPTIM_STATE}/{in_file.in_file(tensor.name)}" for tensor in restore.tensors]
+    _read_pieces(reader, [piece for item in zip(paths, restore.tensors, strict=True) for piece in _pieces(*item)])
+    restore.check()
+
+
+def _check_rows(
+    comm: Communicator, reader: BlockReader, index: CheckpointIndex, needed: np.ndarray, peers: Sequence[int]
+) -> None:
+    """Verifies everything before anything changes: damage must not leave a half-loaded model. Collective over `comm`.
+
+    Keeping the data would double the memory of the model; the second read is mostly served from the page cache. Ranks
+    of a node (`peers`) that need the same rows of the table of extents (`needed`) divide them.
+    """
+    digests = comm.all_gather_object(schema.checksum(needed))
+    alike = [rank for rank in peers if digests[rank] == digests[comm.rank]]
+    with raise_together(comm):
+        reader.check_rows(select_share(index, needed, alike.index(comm.rank), len(alike)))
+
+
+@contextlib.contextmanager
+def _nan_on_failure(tensors: Sequence[StateTensor]) -> Iterator[None]:
+    """If the block raises, these tensors are NaN afterwards, as far as their dtypes have it. Not collective."""
+    try:
+        yield
+    except BaseException:
+        for piece in (piece for tensor in tensors for piece in tensor.pieces):
+            if piece.tensor.is_floating_point() or piece.tensor.is_complex():
+                piece.tensor.detach().fill_(torch.nan)
+        raise
+
+
+def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece], consequence: str = "") -> None:
+    """Reads pieces, directly into their memory where that is possible. Errors end with the `consequence`."""
+    direct, others = [], []
+    for path, piece, dtype in pieces:
+        memory = piece.tensor.detach()
+        if memory.device.type != "cpu" or not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
+            others.append((path, piece, dtype))
+            continue
+        memory.view(-1)[:0].zero_()  # autograd notices that the memory changes
+        kind = schema.numpy_dtype(str(dtype).removeprefix("torch."))
+        direct.append((path, piece.start, as_bytes(memory).view(kind)))
+    try:
+        reader.read_all(direct)
+        for path, piece, dtype in others:
+            piece.fill(torch.from_numpy(reader.read(path, piece.start, piece.numel)).view(dtype))
+    except CheckpointError as error:
+        if not consequence:
+            raise
+        raise type(error)(f"{error}{consequence}") from error
+
+
+def _match_targets(
+    reader: BlockReader,
+    index: CheckpointIndex,
+    model: nn.Module,
+    names: Sequence[str] | None,
+    strict: bool,
+    stack: contextlib.ExitStack,
+) -> tuple[FileNames, Match, list[StateTensor], frozenset[str], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The file's names, the match with the model, and the tensors to fill. They have memory from now on.
+
+    Further results are the names of those that had none on this rank, and buffers that get another shape, with values.
+
+    `stack` removes memory of meta tensors again after an error.
+    """
+    tensors = model_tensors(model)
+    files = FileNames(index, {name for tensor in tensors for name in (tensor.name, *tensor.aliases)})
+    grown = _grown(reader, files, model, tensors)
+    shapes = {name: tuple(value.shape) for name, (_, value) in grown.items()}
+    as_loaded = [dataclasses.replace(each, shape=shapes.get(each.name, each.shape)) for each in tensors]
+    match = match_model(files, as_loaded, stateful_modules(model), names, strict)
+    new = frozenset(t.name for t in tensors if t.pieces and all(piece.tensor.is_meta for piece in t.pieces))
+    if any(piece.tensor.is_meta for tensor in tensors for piece in tensor.pieces):
+        stack.enter_context(materialized(model, match.found, device_of(model)))
+        tensors = model_tensors(model)
+    targets = [tensor for tensor in tensors if tensor.name in match.found and tensor.name not in grown]
+    refuse_subclasses(targets)
+    return files, match, targets, new, [pair for name, pair in grown.items() if name in match.found]
+
+
+def _grown(
+    reader: BlockReader, files: FileNames, model: nn.Module, tensors: Sequence[StateTensor]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Buffers of another shape in the file that their modules load all the same, and what they hold then, by name.
+
+    Observers of quantisation have a ``_load_from_state_dict`` that resizes what has no values yet. It is given copies.
+    """
+    by_name = {name: tensor for tensor in tensors for name in (tensor.name, *tensor.aliases)}
+    found, name_of = {}, CleanNames.of(model)
+    for path, module in model.named_modules():
+        if getattr(module._load_from_state_dict, "__func__", None) is load_from_state_dict or unit_of(module):
+            continue
+        own = {name: buffer for name, buffer in persistent_tensors(module) if name in module._buffers}
+        known = {name: by_name[name_of(path, name)] for name in own if name_of(path, name) in by_name}
+        specs = {n: files.index.resolve(at) for n, tensor in known.items() if (at := files.path_in(tensor)) is not None}
+        if all(spec.shape == own[name].shape for name, spec in specs.items()):
+            continue
+        dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
+        read = {name: torch.from_numpy(reader.read(spec.path, 0, spec.numel)) for name, spec in specs.items()}
+        given = {name: read[name].view(dtypes[name]).view(spec.shape) for name, spec in specs.items()}
+        device, errors = device_of(model), list[str]()
+        try:
+            for name, buffer in own.items():
+                module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.clone()
+            with contextlib.ExitStack() as stack:
+                for unit in units_in(model):  # whose parameters are not in what is given
+                    stack.enter_context(showing_state(unit))
+                module._load_from_state_dict(given, "", {"version": module._version}, True, [], [], errors)
+            now = {name: module._buffers[name] for name in specs}
+        finally:
+            module._buffers.update(own)
+        if not errors and all((now[n].shape, now[n].dtype) == (spec.shape, dtypes[n]) for n, spec in specs.items()):
+            found.update({known[name].name: (own[name], value) for name, value in now.items()})
+    return found
+
+
+def _plan_optimizer(in_file: FileNames, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerRestore:
+    index = in_file.index
+    if index.param_groups is None or index.scalars is None:
+        raise CheckpointMismatchError(
+            f"{index.info.path}: holds no optimizer; load it with optimizer=None to start a new one"
+        )
+    prefix = f"{schema.OPTIM_STATE}/"
+    saved = {
+        in_file.in_model(path.removeprefix(prefix)): TensorInfo(spec.shape, getattr(torch, spec.dtype))
+        for path, spec in index.tensors.items()
+        if path.startswith(prefix)
+    }
+    try:
+        return OptimizerRestore(model, optimizer, saved, *in_file.optimizer())
+    except CheckpointMismatchError as error:
+        raise CheckpointMismatchError(f"{index.info.path}: {error}") from None
+
+
+def _check_steps_only(chosen: Collection[str], restore: OptimizerRestore, path: Path) -> None:
+    """Raises CheckpointError if the optimizer steps a parameter that is not chosen."""
+    others = [name for name in restore.param_names if name not in chosen]
+    if others:
+        raise CheckpointError(
+            f"{path}: the optimizer steps {others[0]!r}, which names= leaves out: choose all that it steps, or leave "
+            "the optimizer out"
+        )
+
+
+def _module_state(in_file: FileNames, name: str) -> Any:
+    """A module's extra state from the file; raises CheckpointCorruptError where it is damaged."""
+    try:
+        return from_plain(*in_file.index.module_states[in_file.in_file(name)])
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        path = in_file.index.info.path
+        raise CheckpointCorruptError(
+            f"{path}: the saved state of the module {name!r} does not have the form that hpcfsdp writes"
+        ) from error
+
+
+def _generators(index: CheckpointIndex, drawing: _Drawing, device: torch.device) -> Callable[[], None]:
+    """A function that restores the random number generators. It has been tried, so that it will not fail."""
+    if not drawing.states:  # written by a converter, or through torch.distributed.checkpoint
+        return lambda: None
+    before = rng.capture(device)
+    try:
+        rng.restore(drawing.states, device)
+    except (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(f"{index.info.path}: its random number states do not fit: {error}") from error
+    finally:
+        rng.restore(before, device)
+    if drawing.seed is None:
+        return functools.partial(rng.restore, drawing.states, device)
+    return functools.partial(rng.reseed, drawing.seed)

@@ -1,0 +1,1 @@
+"""The checkpoints of a training in one folder: saved, kept, removed and loaded."""

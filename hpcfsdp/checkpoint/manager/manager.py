@@ -1,0 +1,442 @@
+"""Manages the checkpoints of a training in one folder: saves, removes and loads them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpcfsdp.checkpoint.format import catalog, schema
+from hpcfsdp.checkpoint.format.files import Files, reason
+from hpcfsdp.checkpoint.format.schema import CheckpointInfo
+from hpcfsdp.checkpoint.loading.loader import load
+from hpcfsdp.checkpoint.loading.match import check_patterns
+from hpcfsdp.checkpoint.manager import retention
+from hpcfsdp.checkpoint.saving.content import Metrics, SaveArguments, collect_content
+from hpcfsdp.checkpoint.saving.kept_plan import KeptPlan
+from hpcfsdp.checkpoint.saving.pending import PendingSave
+from hpcfsdp.checkpoint.saving.same_call import GivenPath, compare_calls
+from hpcfsdp.checkpoint.saving.staging import Ring
+from hpcfsdp.checkpoint.saving.temporary import naming_write_errors
+from hpcfsdp.checkpoint.saving.writer import make_draft, save_given, writer_class
+from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointReplacedError,
+    UsageError,
+)
+from hpcfsdp.hang.calls import public_call
+from hpcfsdp.params.layout import round_up
+from hpcfsdp.state.model import communicator_of
+
+log = logging.getLogger("hpcfsdp.checkpoint")
+
+STAGING_BYTES = 4 << 30
+
+_LINE_BYTES = 64
+"""Copies begin at multiples of so many bytes, which makes them up to a third faster."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was committed.
+
+    Attributes:
+        path: of the file.
+        step: of the training.
+        nbytes: of the file.
+        seconds: from the call of ``save`` until the commit.
+        held_s: the part of it in which the program could not go on.
+        asynchronous: whether it went on meanwhile.
+    """
+
+    path: Path
+    step: int
+    nbytes: int
+    seconds: float
+    held_s: float
+    asynchronous: bool
+
+
+class CheckpointManager:
+    """Saves checkpoints of a training to ``directory/step-<number>.h5``, removes old ones, and loads the newest.
+
+    Use it as a context manager: its end calls ``close``. After an exception that other ranks may not have, it does not
+    call ``close`` and discards an uncommitted checkpoint.
+
+    Attributes:
+        directory: the folder of the checkpoints.
+        passed_over: (file, reason) of files that the last ``load_latest`` could not load, newest first.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        asynchronous: bool = False,
+        staging_bytes: int = STAGING_BYTES,
+        writer: str = "posix",
+        names: Sequence[str] | None = None,
+        on_saved: Callable[[Saved], None] | None = None,
+        files: Files | None = None,
+    ) -> None:
+        """Not collective, but all ranks need the same arguments; touches no disk.
+
+        Args:
+            directory: on a file system that all ranks share; made when it is needed.
+            keep_last: how many of the newest checkpoints stay after a commit. None keeps all; with `keep_every` None
+                keeps one.
+            keep_every: checkpoints of steps that are a multiple of this stay, too. The newest valid checkpoint always
+                stays, and so do files that this process is reading.
+            asynchronous: ``save`` copies the bytes of this rank and returns; a thread writes them. The file appears at
+                a later call of ``step``, ``save``, ``wait`` or ``close``, and errors are raised there.
+            staging_bytes: the most bytes of host memory for copies on this rank, at least 4 MiB (4 << 20). The first
+                save allocates as much as the rank saves, up to this limit; ``close`` frees it. If there is more to
+                copy, ``save`` waits for room.
+            writer: see ``save``; asynchronous saves support only "posix".
+            names: patterns for the model's tensors to save and load, for example trained adapters; see ``save``. None:
+                all tensors.
+            on_saved: called on rank 0 after each commit, for example ``observe.Run.checkpoint``; in another thread if
+                saves are asynchronous.
+            files: the disk operations, for tests.
+
+        Raises:
+            UsageError: a number that is not whole or too small, `directory` is no path, or another writer than "posix"
+                with `asynchronous`.
+            TypeError, ValueError: `names` are no patterns.
+            CheckpointError: the writer is unknown, or it cannot be used here.
+        """
+        retention.check_rules(keep_last, keep_every)
+        if staging_bytes < schema.BLOCK_BYTES:
+            raise UsageError(f"staging_bytes must be at least {schema.BLOCK_BYTES}, not {staging_bytes}")
+        if asynchronous and writer != "posix":
+            raise UsageError(f"asynchronous saves are written by 'posix', not by {writer!r}")
+        writer_class(writer)
+        check_patterns(names)
+        try:
+            self.directory = Path(os.path.abspath(os.path.expanduser(directory)))
+        except TypeError as error:
+            raise UsageError(f"directory must be a path: {error}") from None
+        self.passed_over: tuple[tuple[Path, str], ...] = ()
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._asynchronous, self._staging_bytes = asynchronous, staging_bytes
+        self._writer, self._names, self._files = writer, names, files or Files()
+        self._on_saved = on_saved
+        self._held_s = 0.0  # by the save in progress
+        self._kept = KeptPlan()
+        self._pending: PendingSave | None = None
+        self._last: PendingSave | None = None  # its threads may still be running
+        self._ring: Ring | None = None
+        self._comms: list[tuple[Communicator, Communicator]] = []
+        self._swept_s: float | None = None
+        self._has_saved = self._warned = self._closed = False
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None or getattr(error, "raised_on_all_ranks", False):  # then all ranks come here
+            self.close()
+            return
+        if self._pending is not None and not self._pending.ended:
+            log.error("%s: was not committed, and is discarded because of an error", self._pending.path)
+            self._pending.give_up()
+        self._let_go()
+
+    @public_call("CheckpointManager.save")
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        metrics: Metrics | None = None,
+    ) -> Path:
+        """Collective over the model's ranks. Saves a checkpoint of a step, and replaces an earlier one of this step.
+
+        Waits for a save in progress first. An asynchronous save captures the values of the call: afterwards everything
+        may be changed. Writing begins at once.
+
+        Args:
+            step: at least 0. A checkpoint of a higher step in the folder counts as newer; the log warns of it once.
+            model, optimizer, extra, config, metrics: see ``save``.
+
+        Returns:
+            The path of the file; an asynchronous save makes it later.
+
+        Raises:
+            CheckpointError: the file cannot be written, or a value cannot be stored. Or the previous save has failed;
+                this one has then not begun.
+            DifferentCallsError: a rank makes another call, such as ``load_latest``.
+            DisagreementError: ranks hold different models or optimizers, or give different values.
+            UsageError: `step` is no whole number, or negative.
+        """
+        self._check_open()
+        self.wait()
+        began_s, self._held_s = time.perf_counter(), 0.0
+        given = SaveArguments(model, optimizer, step, extra, config, metrics, self._names)
+        comm = communicator_of(model)
+
+        def path_of() -> Path:
+            if comm.rank == 0 and self._has_saved and not self.directory.exists():
+                log.error("%s was removed, with all checkpoints in it: this one goes into a new folder", self.directory)
+            return catalog.checkpoint_path(self.directory, retention.whole_number("step", step, least=0))
+
+        if not self._asynchronous:
+            path = save_given(comm, path_of, given, self._writer, self._files)
+            if comm.rank == 0:
+                self._committed(path, step, began_s)
+            return path
+        draft = make_draft(comm, path_of, given, self._writer, self._files, asynchronous=True)
+        with naming_write_errors(draft.path):
+            collected = collect_content(comm, given, self._kept)
+        # Users may change arrays afterwards.
+        given_small = collected.content.small.items()
+        small = {path: np.array(v) if isinstance(v, np.ndarray) else v for path, v in given_small}
+        content = replace(collected.content, small=small)
+        own = self._own_communicator(comm)
+        with raise_together(own):
+            nbytes = sum(round_up(size, _LINE_BYTES) for size in collected.sizes(comm.rank))
+            ring = self._ring_of(nbytes, pinned=collected.is_on_accelerator)
+        pending = PendingSave(own, draft, content, ring, lambda path: self._committed(path, step, began_s))
+        self._last = pending
+        pending.stage(collected)
+        self._pending = pending
+        self._held_s += time.perf_counter() - began_s
+        return draft.path
+
+    @public_call("CheckpointManager.step")
+    def step(self) -> None:
+        """Advances a save in progress, if there is one; call it after every training step. Collective over its ranks.
+
+        Raises:
+            CheckpointError: the save has failed, on any rank.
+        """
+        self._advance(wait=False)
+
+    @public_call("CheckpointManager.wait")
+    def wait(self) -> None:
+        """Waits until a save in progress is committed, if there is one. Collective over its ranks.
+
+        Raises:
+            CheckpointError: the save has failed, on any rank.
+        """
+        self._advance(wait=True)
+
+    @public_call("CheckpointManager.close")
+    def close(self) -> None:
+        """Waits for a save in progress, and frees the staging memory and the communicators.
+
+        Collective over the ranks of the save, and of all models that were saved asynchronously.
+
+        Raises:
+            CheckpointError: the save has failed, on any rank.
+        """
+        try:
+            self.wait()
+            for _, own in self._comms:
+                if hasattr(own, "close"):  # not all kinds have one
+                    own.close()
+        finally:
+            self._let_go()
+
+    def latest(self) -> Path | None:
+        """Not collective. Return the checkpoint of the highest step in the folder, damaged or not; None without one.
+
+        On a shared file system ranks may see another rank's file at different times.
+        """
+        return catalog.latest(self.directory)
+
+    @public_call("CheckpointManager.load_latest")
+    def load_latest(
+        self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, fresh: bool = False
+    ) -> CheckpointInfo | None:
+        """Collective over the model's ranks. Loads the checkpoint of the highest step that is not damaged.
+
+        If any rank cannot read a checkpoint, all ranks skip it, log a warning, and try the one before it; see
+        ``passed_over``.
+
+        Args:
+            model, optimizer, fresh: see ``load``. A `fresh` model that cannot be loaded from any of the files has
+                NaN in its tensors.
+
+        Returns:
+            The result of ``load``; None if the folder holds no checkpoints.
+
+        Raises:
+            CheckpointMismatchError: a checkpoint belongs to another model or optimizer. Older ones are not tried.
+            CheckpointCorruptError: there are checkpoints, but none can be loaded.
+        """
+        self._check_open()
+        self.wait()
+        comm = communicator_of(model)
+        found: list[Path] = []
+        facts = {"directory": GivenPath(self.directory), "fresh": bool(fresh)}
+        compare_calls(comm, "CheckpointManager.load_latest", lambda: facts)
+        with raise_together(comm):
+            if comm.rank == 0:
+                try:
+                    found = catalog.checkpoint_files(self.directory)
+                except OSError as error:
+                    raise CheckpointError(f"{self.directory}: the folder cannot be listed: {reason(error)}") from error
+        found = comm.broadcast_object(found)
+        passed: tuple[tuple[Path, str], ...] = ()
+        self.passed_over = passed
+        for path in reversed(found):
+            info = self._load(comm, path, model, optimizer, fresh=fresh)
+            if info is not None:
+                if self.passed_over and comm.rank == 0:
+                    log.warning("using the older checkpoint %s step=%d instead", path, info.step)
+                return info
+        if found:
+            lines = "".join(f"\n  {path.name}: {problem}" for path, problem in self.passed_over)
+            unloadable = CheckpointCorruptError(f"{self.directory}: none of its checkpoints can be loaded:{lines}")
+            unloadable.raised_on_all_ranks = True
+            raise unloadable
+        return None
+
+    def _load(
+        self,
+        comm: Communicator,
+        path: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        fresh: bool,
+    ) -> CheckpointInfo | None:
+        """Loads, or records the reason why not; the same on all ranks."""
+        while True:
+            info, error = None, None
+            try:
+                with retention.reading(path):
+                    info = load(path, model=model, optimizer=optimizer, names=self._names, fresh=fresh)
+            except CheckpointError as caught:
+                error = caught
+            own = None if error is None else (type(error), str(error))
+            problems = [problem for problem in comm.all_gather_object(own) if problem is not None]
+            if not problems:
+                return info
+            for kind, message in problems:
+                if issubclass(kind, CheckpointMismatchError):
+                    raise error if isinstance(error, kind) else kind(message)
+            if all(issubclass(kind, CheckpointReplacedError) for kind, _ in problems):
+                continue  # a job that saves the same step: its file is as good
+            problem = problems[0][1].replace(f"{path}: ", "", 1)
+            self.passed_over += ((path, problem),)
+            if comm.rank == 0:
+                log.warning("%s cannot be loaded, trying the one before it: %s", path, problem)
+            return None
+
+    def _advance(self, *, wait: bool) -> None:
+        if self._pending is None:
+            return
+        began_s = time.perf_counter()
+        try:
+            if wait:
+                self._pending.wait()
+            else:
+                self._pending.advance()
+        finally:
+            self._held_s += time.perf_counter() - began_s
+            if self._pending.ended:
+                self._last, self._pending = self._pending, None
+
+    def _committed(self, path: Path, step: int, began_s: float) -> None:
+        """On rank 0: logs the save and removes old checkpoints. The file is safe: errors here do not fail the save."""
+        seconds = time.perf_counter() - began_s
+        self._has_saved = True
+        try:
+            nbytes = path.stat().st_size
+            log.info("saved %s step=%d bytes=%d secs=%.2f", path, step, nbytes, seconds)
+            self._call_on_saved(Saved(path, step, nbytes, seconds, self._held_s or seconds, self._asynchronous))
+            self._warn_of_higher(step)
+            removal = retention.plan_removal(
+                self.directory, keep_last=self._keep_last, keep_every=self._keep_every, spare=(path,)
+            )
+            for damaged, problem in removal.damaged.items():
+                log.warning("%s is damaged: %s", damaged, problem)
+            retention.remove(self._files, removal.going)
+            for old in removal.going:
+                log.info("removed %s", old)
+            self._sweep()
+        except Exception as error:
+            log.warning("old checkpoints were not removed: %s", error)
+
+    def _call_on_saved(self, saved: Saved) -> None:
+        if self._on_saved is None:
+            return
+        try:
+            self._on_saved(saved)
+        except Exception as error:  # as in removals: the file is safe
+            log.warning("on_saved has failed: %s: %s", type(error).__name__, error)
+
+    def _warn_of_higher(self, step: int) -> None:
+        newest = catalog.latest(self.directory)
+        if self._warned or newest is None or catalog.step_of(newest) <= step:
+            return
+        self._warned = True
+        log.warning(
+            "saved step=%d, but %s has a higher step, so load_latest and keep_last take it for the newer one: remove "
+            "it if it belongs to another run",
+            step,
+            newest,
+        )
+
+    def _sweep(self) -> None:
+        """Removes abandoned files from time to time: it reads the whole folder."""
+        now_s = time.monotonic()
+        if self._swept_s is not None and now_s - self._swept_s < catalog.ABANDONED_AFTER_S:
+            return
+        self._swept_s = now_s
+        for left in retention.abandoned(self.directory, time.time()):
+            self._files.remove(left)
+            log.info("removed %s, which an interrupted save had left behind", left)
+
+    def _own_communicator(self, comm: Communicator) -> Communicator:
+        """A communicator of the same ranks, for saves in progress alone. Collective over `comm`, the first time."""
+        for known, own in self._comms:
+            if known == comm:  # of a group of torch there are several objects
+                return own
+        self._comms.append((comm, comm.subgroup(range(comm.size))))
+        return self._comms[-1][1]
+
+    def _ring_of(self, nbytes: int, *, pinned: bool) -> Ring:
+        """A ring of at most `staging_bytes` that no thread uses."""
+        if self._last is not None:
+            self._last.wait_for_threads()  # one that has failed on another rank
+            self._last = None
+        nbytes = min(nbytes, self._staging_bytes)
+        if self._ring is None or self._ring.nbytes < nbytes or self._ring.pinned < pinned:
+            self._drop_ring()  # not both at a time
+            self._ring = Ring(nbytes, align=_LINE_BYTES, pinned=pinned)
+        return self._ring
+
+    def _drop_ring(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+        self._ring = None
+
+    def _let_go(self) -> None:
+        self._closed = True
+        self._kept = KeptPlan()
+        self._drop_ring()
+        self._last = None
+        self._comms = []
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"{self.directory}: this CheckpointManager has been closed: make another one")

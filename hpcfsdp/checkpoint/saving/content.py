@@ -1,0 +1,355 @@
+"""Collects the content of a checkpoint: the plan of its tensors, and the small values next to them."""
+
+from __future__ import annotations
+
+import datetime
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpcfsdp import _compat, accelerator
+from hpcfsdp._version import __version__
+from hpcfsdp.checkpoint.format import extra as extras, schema
+from hpcfsdp.checkpoint.format.extra import leaves_of
+from hpcfsdp.checkpoint.format.metadata import Skeleton, build_skeleton
+from hpcfsdp.checkpoint.format.plain_values import to_plain
+from hpcfsdp.checkpoint.loading.match import check_patterns, chosen_of, is_chosen
+from hpcfsdp.checkpoint.saving import rng
+from hpcfsdp.checkpoint.saving.kept_plan import KeptPlan, Known, Recalled, Wanted
+from hpcfsdp.checkpoint.saving.plan import SavePlan, plan_save
+from hpcfsdp.checkpoint.saving.same_call import compare, compare_leaves
+from hpcfsdp.checkpoint.saving.temporary import BytesOf
+from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.errors import CheckpointError
+from hpcfsdp.reshard.whole import as_bytes
+from hpcfsdp.state.dtensors import DTensorRanks
+from hpcfsdp.state.model import device_of, model_tensors, stateful_modules
+from hpcfsdp.state.optim.in_file import (
+    OptimizerState,
+    local_state,
+    named_groups,
+    optimizer_state,
+    state_elsewhere,
+)
+from hpcfsdp.state.optim.keys import StepsWholeTensors
+from hpcfsdp.state.sources import digest_of
+from hpcfsdp.state.tensors import LocalPiece, StateTensor, refuse_subclasses
+from hpcfsdp.state.wrappers import settle
+
+Metrics = Mapping[str, tuple[Sequence[int], Sequence[float]]]
+"""Numbers that training has noted, by name: the steps, and as many values."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """The content of a checkpoint before it is written.
+
+    Attributes:
+        attributes: of the root group: numbers and strings.
+        small: further datasets by path: arrays, or ASCII text as bytes.
+    """
+
+    plan: SavePlan
+    attributes: Mapping[str, Any]
+    small: Mapping[str, np.ndarray | bytes]
+
+    def skeleton(self) -> Skeleton:
+        """Lays the file out, without the tensors' bytes."""
+        return build_skeleton(self.plan.specs, self.plan.links, len(self.plan.blocks), self.attributes, self.small)
+
+
+def root_attributes(step: int, world_size: int) -> dict[str, Any]:
+    """Attributes of the root group that describe the file's origin, with the current time."""
+    # 8 with those of every file. HDF5 has more in an index elsewhere, or under a limit that some readers do not expect.
+    return {
+        "software_version": __version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "step": np.int64(step),
+        "world_size": np.int64(world_size),
+    }
+
+
+def small_values(
+    extra: Mapping[str, Any] | None,
+    config: Mapping[str, Any] | None,
+    groups: Sequence[Mapping[str, Any]] | None = None,
+    scalars: Mapping[str, Any] | None = None,
+    metrics: Metrics | None = None,
+    module_states: Mapping[str, Any] | None = None,
+) -> dict[str, np.ndarray | bytes]:
+    """The small datasets of a checkpoint except random number states; raises CheckpointError for an unsupported value.
+
+    Args:
+        groups, scalars: the optimizer's hyper-parameters and number-valued state; None for a file without an optimizer.
+        module_states: extra states of modules, by name.
+    """
+    small: dict[str, np.ndarray | bytes] = {}
+    if groups is not None:
+        small[schema.OPTIM_SCALARS] = schema.to_json(dict(scalars or {}))
+        found = [{k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in groups]
+        plain, types = to_plain("param_groups", found)
+        values, arrays = extras.split_arrays(plain)
+        if arrays:
+            raise CheckpointError("param_groups of the optimizer hold arrays, or bytes: keep lists in their place")
+        small[schema.PARAM_GROUPS] = schema.to_json(values)
+        small |= {schema.GROUP_TYPES: schema.to_json(types)} if types else {}
+    plain, types = to_plain("extra", dict(extra or {}))
+    values, arrays = extras.split_arrays(plain)
+    small[schema.EXTRA_VALUES] = schema.to_json(values)
+    types = tuple(each for each in types if each[1] != "tensor")  # which come back as arrays
+    small |= {schema.EXTRA_TYPES: schema.to_json(types)} if types else {}
+    if module_states:
+        kept = {name: list(to_plain(f"the state {name!r}", state)) for name, state in module_states.items()}
+        states, more = extras.split_arrays(kept, first=len(arrays))
+        small[schema.MODULE_STATES] = schema.to_json(states)
+        arrays |= more
+    small |= {f"{schema.EXTRA_ARRAYS}/{name}": array for name, array in arrays.items()}
+    try:
+        small[schema.CONFIG] = schema.to_json(None if config is None else dict(config))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"config must hold JSON values only: {error}") from None
+    for name, curve in (metrics or {}).items():
+        small |= {f"{schema.METRICS}/{name}/{part}": array for part, array in _curve(name, curve).items()}
+    return small
+
+
+def _curve(name: str, curve: tuple[Sequence[int], Sequence[float]]) -> dict[str, np.ndarray]:
+    """Checks a metric and makes its datasets."""
+    if not name.isprintable() or name in ("", ".", "..") or "/" in name:
+        raise CheckpointError(f"metrics: {name!r} cannot be the name of a group: rename the metric")
+    try:
+        steps, values = (np.asarray(each.tolist() if isinstance(each, torch.Tensor) else each) for each in curve)
+        if steps.ndim != 1 or steps.shape != values.shape:
+            raise ValueError(f"shapes {steps.shape} and {values.shape}")
+        if steps.size and not np.issubdtype(steps.dtype, np.integer):
+            raise ValueError(f"steps of dtype {steps.dtype}")
+        return dict(zip(schema.METRIC_PARTS, (steps.astype("<i8"), values.astype("<f8")), strict=True))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"metrics[{name!r}] must be a pair of steps and as many values: {error}") from None
+
+
+@dataclass(frozen=True)
+class SaveArguments:
+    """The arguments of ``save`` that describe what to save."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    step: int = 0
+    extra: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] | None = None
+    metrics: Metrics | None = None
+    names: Sequence[str] | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """The small values that must be equal on all ranks; raises TypeError or ValueError for wrong arguments."""
+        check_patterns(self.names)
+        return {
+            "step": operator.index(self.step),
+            "optimizer": "none" if self.optimizer is None else "an optimizer",
+            "names": None if self.names is None else list(self.names),
+        }
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What is to be written, and where this rank has it.
+
+    Attributes:
+        tensors: in the plan's order; empty if the plan is recalled.
+        recalled: where the plan's blocks are now; None if only `tensors` have them.
+    """
+
+    content: Content
+    tensors: Sequence[StateTensor]
+    recalled: Recalled | None = None
+
+    @property
+    def is_on_accelerator(self) -> bool:
+        """Whether this rank has any of it there."""
+        pieces = [piece.tensor for tensor in self.tensors for piece in tensor.pieces]
+        tensors = pieces if self.recalled is None else self.recalled.tensors
+        return any(accelerator.is_accelerator(tensor.device) for tensor in tensors)
+
+    def sizes(self, rank: int) -> Sequence[int]:
+        """Bytes of each copy that this rank, `rank`, makes of its blocks."""
+        if self.recalled is not None:
+            return self.recalled.known.sources.sizes
+        plan = self.content.plan
+        own = plan.blocks[plan.blocks_of(rank)]
+        return (own["numel"].astype(np.int64) * own["count"] * plan.itemsizes[own["tensor"]]).tolist()
+
+
+def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | None = None) -> Collected:
+    """Collects the content. Collective over `comm`.
+
+    Ranks must have compared ``given.facts()`` before. Raises CheckpointError for a value that cannot be stored,
+    DisagreementError where ranks have different models, optimizers or values.
+
+    Args:
+        kept: of earlier saves; on all ranks or on none. If all ranks recall their plan, it is not made again, and no
+            rank looks at each tensor. Else it keeps the new one.
+    """
+    wanted = Wanted(given.model, given.optimizer, given.names, comm.size, comm.rank)
+    recalled = None if kept is None else kept.recall(wanted)
+    if kept is not None and not _all_have(comm, recalled):
+        recalled = None
+    if recalled is not None:
+        known = recalled.known
+        with raise_together(comm):
+            small = _small_again(given, known)
+            states, leaves = _states_and_leaves(comm, given, small)
+        small |= _compared(comm, known.fingerprint, states, leaves)
+        return Collected(Content(known.plan, root_attributes(given.step, comm.size), small), (), recalled)
+    model, optimizer = given.model, given.optimizer
+    shown = None
+    if isinstance(optimizer, StepsWholeTensors):
+        with raise_together(comm):
+            settle(model)
+        shown = optimizer.shown_state()
+    with raise_together(comm):
+        settle(model)
+        own = None if optimizer is None else local_state(model, optimizer, optimizer.state if shown is None else shown)
+    elsewhere = {} if own is None else state_elsewhere(comm, own)
+    with raise_together(comm):
+        state = None if own is None else optimizer_state(own, elsewhere, DTensorRanks(model))
+        chosen, tensors, small = _tensors_and_small(given, state)
+        plan = plan_save(tensors, comm.size)
+        states, leaves = _states_and_leaves(comm, given, small)
+        fingerprint = plan.fingerprint()
+    small |= _compared(comm, fingerprint, states, leaves)
+    named = [tensor for _, tensor in tensors]
+    if kept is not None:
+        params = None if state is None else [group["params"] for group in state.groups]
+        has_states = bool(stateful_modules(model))
+        with raise_together(comm):
+            recalled = kept.keep(wanted, plan, fingerprint, named, chosen, params, has_states=has_states)
+    return Collected(Content(plan, root_attributes(given.step, comm.size), small), named, recalled)
+
+
+def _all_have(comm: Communicator, recalled: Recalled | None) -> bool:
+    """Whether all ranks recall their plan. Collective over `comm`."""
+    found = torch.tensor([recalled is not None], dtype=torch.int64, device=comm.device)
+    comm.all_reduce(found, "min")
+    return bool(found)
+
+
+_Leaves = dict[str, dict[str, str] | None]
+
+
+def _states_and_leaves(
+    comm: Communicator, given: SaveArguments, small: Mapping[str, np.ndarray | bytes]
+) -> tuple[rng.States, _Leaves]:
+    """States of random number generators, and the values to compare over ranks."""
+    return rng.capture(device_of(given.model)), _leaves(given, small) if comm.size > 1 else {}
+
+
+def _compared(comm: Communicator, fingerprint: str, states: rng.States, leaves: _Leaves) -> dict[str, np.ndarray]:
+    """Compares plans and values over ranks; the datasets of all ranks' generators, on rank 0. Collective over `comm`.
+
+    What all ranks gather does not grow with the number of tensors.
+    """
+    kinds = [(kind, str(value.dtype), value.shape) for kind, value in sorted(states.items())]
+    digests = {part: None if found is None else digest_of(sorted(found.items())) for part, found in leaves.items()}
+    everyone = comm.all_gather_object((fingerprint, digests, digest_of(kinds)))
+    for place, name in (
+        (0, "the plan of the checkpoint (the tensors of model and optimizer)"),
+        (2, "the kind of random number generators (of the device)"),
+    ):
+        compare("checkpoint.save", [{name: of_rank[place]} for of_rank in everyone])
+    for part, found in leaves.items():
+        if len({parts[part] for _, parts, _ in everyone} - {None}) > 1:
+            compare_leaves(comm, "checkpoint.save", found)
+    return {f"{schema.RNG}/{kind}": value for kind, value in rng.gather(comm, states).items()}
+
+
+def _leaves(given: SaveArguments, small: Mapping[str, np.ndarray | bytes]) -> _Leaves:
+    """Values that rank 0 writes for all ranks, by their place. They must be equal on all ranks that give them."""
+    arrays = {path.removeprefix(f"{schema.EXTRA_ARRAYS}/"): value for path, value in small.items()}
+    found: _Leaves = {"optimizer": {}, "extra": None}
+    if schema.PARAM_GROUPS in small:
+        groups = schema.from_json(small[schema.PARAM_GROUPS])
+        for group in groups:
+            group["params"] = f"{len(group['params'])} parameters, {digest_of(group['params'])}"
+        state = schema.from_json(small[schema.OPTIM_SCALARS])
+        found["optimizer"] = leaves_of("param_groups", groups, {}) | leaves_of("state", state, {})
+    if given.extra is not None:
+        found["extra"] = leaves_of("extra", schema.from_json(small[schema.EXTRA_VALUES]), arrays)
+        found["extra"]["the types in extra"] = str(small.get(schema.EXTRA_TYPES))
+    return found
+
+
+def _tensors_and_small(
+    given: SaveArguments, state: OptimizerState | None
+) -> tuple[frozenset[str] | None, list[tuple[str, StateTensor]], dict[str, np.ndarray | bytes]]:
+    """All names of the chosen tensors (None: all), tensors with their groups in the file, and the small datasets that
+    are equal on all ranks.
+    """
+    model, found, chosen = given.model, model_tensors(given.model), None
+    modules = stateful_modules(model)
+    if given.names is not None:
+        found, modules, names = chosen_of(found, modules, given.names)
+        chosen = frozenset(names)
+        state = None if state is None else state.only(chosen)
+    refuse_subclasses(found)
+    tensors = [(schema.MODEL, tensor) for tensor in found]
+    if state is not None:
+        tensors += [(schema.OPTIM_STATE, tensor) for tensor in state.tensors]
+    return chosen, tensors, _small_of(given, state, modules)
+
+
+def _small_of(
+    given: SaveArguments, state: OptimizerState | None, modules: Mapping[str, nn.Module]
+) -> dict[str, np.ndarray | bytes]:
+    """The small datasets that are equal on all ranks. `modules` have extra state."""
+    groups, scalars = (None, None) if state is None else (state.groups, state.scalars)
+    states = {name: module.get_extra_state() for name, module in modules.items()}
+    return small_values(given.extra, given.config, groups, scalars, given.metrics, states)
+
+
+def _small_again(given: SaveArguments, known: Known) -> dict[str, np.ndarray | bytes]:
+    """The same, for a known plan: all of its state is in tensors."""
+    state, modules = None, {}
+    if given.optimizer is not None and known.params is not None:
+        state = OptimizerState([], {}, named_groups(given.optimizer, known.params))
+        state = state if known.chosen is None else state.only(known.chosen)
+    if known.has_states:
+        modules = stateful_modules(given.model)
+        if given.names is not None:
+            modules = {n: module for n, module in modules.items() if is_chosen(n, given.names)}
+    return _small_of(given, state, modules)
+
+
+def memory_of_blocks(plan: SavePlan, tensors: Sequence[StateTensor]) -> Callable[[int], torch.Tensor]:
+    """A function from a block's place in the plan to its memory on this rank: uint8, 1-D, on the tensor's device."""
+    flat: tuple[LocalPiece, torch.Tensor] | None = None
+    of, starts, numels = (plan.blocks[name] for name in ("tensor", "start", "numel"))
+
+    def memory_of(index: int) -> torch.Tensor:
+        nonlocal flat
+        start = starts.item(index)
+        piece = tensors[of.item(index)].piece_of(start)
+        if flat is None or flat[0] is not piece:
+            flat = piece, piece.flat()  # a copy unless it is contiguous
+        return flat[1].narrow(0, start - piece.start, numels.item(index)).view(torch.uint8)
+
+    return memory_of
+
+
+def bytes_in_memory(plan: SavePlan, tensors: Sequence[StateTensor]) -> BytesOf:
+    """A function for ``BlockWriter`` that reads blocks from this rank's memory."""
+    memory_of = memory_of_blocks(plan, tensors)
+
+    @_compat.outside_of_modes
+    def bytes_of(index: int) -> np.ndarray:
+        memory = memory_of(index)
+        if accelerator.is_accelerator(memory.device):
+            # A device copies faster to pinned memory, which torch keeps for the next block.
+            memory = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True).copy_(memory)
+        return as_bytes(memory)
+
+    return bytes_of

@@ -1,0 +1,404 @@
+"""Writes a checkpoint in threads while training goes on, and commits it at a later step.
+
+The training thread copies bytes and makes all communication between ranks; other threads lay the file out, compute
+checksums and write. None forks the process.
+
+Writing needs no communication because every rank lays the file out by itself: the places of tensors depend only on
+values that are equal on all ranks. The small values, which only rank 0 knows, follow the tensors.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.metadata import Skeleton, build_skeleton
+from hpcfsdp.checkpoint.saving.content import Collected, Content, memory_of_blocks
+from hpcfsdp.checkpoint.saving.copies import Blocks
+from hpcfsdp.checkpoint.saving.staging import Ring
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, Draft, DraftMissingError, extent_rows, naming_write_errors
+from hpcfsdp.checkpoint.saving.writer import gather_sums, places_by_stage
+from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.errors import CheckpointError, HpcfsdpError
+from hpcfsdp.params.layout import round_up
+from hpcfsdp.reshard.whole import Staging
+from hpcfsdp.state.tensors import staged_of
+from hpcfsdp.world import before_finalize
+
+log = logging.getLogger("hpcfsdp.checkpoint")
+
+POLL_S = 0.05
+"""While a rank waits for its own disk it looks after the others as often as this: none may be left in a collective."""
+
+EXIT_GRACE_S = 5.0
+"""How long the end of the program waits for a write under way."""
+
+VISIBLE_WITHIN_S = 90.0
+"""After so long every rank sees a file that rank 0 has made. Clients of NFS look anew after a minute at most."""
+
+LOOK_S = 0.1
+"""A rank looks as often as this for the file, while rank 0 is making it."""
+
+T = TypeVar("T")
+
+
+class Task(Future[T]):
+    """Work on a checkpoint in a daemon thread, which the end of the program does not wait for."""
+
+    def __init__(self, path: Path, work: Callable[[], T]) -> None:
+        """Starts the thread. Not collective."""
+        super().__init__()
+        self._path = path
+        threading.Thread(target=self._run, args=(work,), name="hpcfsdp-checkpoint", daemon=True).start()
+
+    @property
+    def has_failed(self) -> bool:
+        return self.done() and self.exception() is not None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits for the end; whether it has come."""
+        return bool(concurrent.futures.wait([self], timeout_s).done)
+
+    def result(self, timeout: float | None = None) -> T:
+        """As ``Future.result``, but errors of other kinds become a CheckpointError that names the file."""
+        error = self.exception(timeout)
+        if error is not None and not isinstance(error, HpcfsdpError):
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{self._path}: cannot write the checkpoint: {reason}") from error
+        return super().result()
+
+    def _run(self, work: Callable[[], T]) -> None:
+        try:
+            self.set_result(work())
+        except BaseException as error:
+            self.set_exception(error)
+
+
+class Pieces:
+    """What is to be copied into a ring, one piece after the other. Not collective."""
+
+    def __init__(self, pieces: Iterable[tuple[Blocks, torch.Tensor]]) -> None:
+        """The bytes of a piece, uint8, 1-D, are asked for when their turn comes: they may be a copy."""
+        self._rest = iter(pieces)
+        self._group: list[tuple[Blocks, torch.Tensor]] = []
+        self._next = next(self._rest, None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all are done."""
+        return not self._group and self._next is None
+
+    def next_group(self, most: int) -> list[tuple[Blocks, torch.Tensor]]:
+        """The next pieces, of `most` bytes or one piece; the same ones until they are done, and none after the last."""
+        if not self._group:
+            nbytes = 0
+            while self._next is not None and (not self._group or nbytes + self._next[1].numel() <= most):
+                self._group.append(self._next)
+                nbytes += self._next[1].numel()
+                self._next = next(self._rest, None)
+        return self._group
+
+    def done(self) -> None:
+        """The group has been copied."""
+        self._group = []
+
+
+class PendingSave:
+    """A save in progress. Methods are collective over its ranks unless stated otherwise.
+
+    Attributes:
+        path: its final name.
+        ended: whether it has been committed, or given up.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        draft: Draft,
+        content: Content,
+        ring: Ring,
+        committed: Callable[[Path], None],
+    ) -> None:
+        """Not collective; touches no disk.
+
+        Args:
+            comm: the ranks of the plan; used by this save alone, as its messages interleave with those of training.
+            ring: not in use; holds the largest block.
+            committed: called in a thread of rank 0 after the commit.
+        """
+        self.path, self.ended = draft.path, False
+        self._comm, self._draft, self._content, self._ring, self._committed = comm, draft, content, ring, committed
+        self._own = content.plan.blocks_of(comm.rank)
+        self._laying: Task[Skeleton] | None = None
+        self._task: Task[np.ndarray] | None = None
+        self._commit_task: Task[None] | None = None
+        self._all_written = False
+        self._made_s: float | None = None
+        self._may_begin = threading.Event()
+
+    def stage(self, collected: Collected) -> None:
+        """Copies the tensors, and begins to write. Afterwards the tensors may be changed.
+
+        Returns without waiting if all ranks' bytes fit into their rings. Further bytes wait until earlier ones are
+        written. Staged tensors are gathered, copied and freed one after the other. Raises CheckpointError if it waited
+        and the file cannot be made; the file is then removed.
+        """
+        comm, tensors = self._comm, collected.tensors
+        memory_of = memory_of_blocks(self._content.plan, tensors)
+        places = places_by_stage(self._content.plan, tensors, self._own) if tensors else {}
+
+        def pieces_of(staged: Staging | None) -> Pieces:
+            return Pieces(
+                (Blocks((place,), (0,)), memory_of(int(self._own[place]))) for place in places.get(staged, ())
+            )
+
+        first, at_once = pieces_of(None), False
+        if collected.recalled is not None:  # only scalars are copied, so that all pieces may be there at a time
+            first = Pieces(collected.recalled.pieces())
+            nbytes = sum(round_up(size, self._ring.align) for size in collected.sizes(comm.rank))
+            at_once = nbytes <= self._ring.nbytes
+        self._ring.start()
+        _uncommitted[self] = None
+        # They begin later, as they would take half of the time from the copies; but to start a thread takes long once
+        # another one is busy.
+        self._laying = Task(self.path, self._lay_out)
+        self._task = Task(self.path, self._write)
+        try:
+            with raise_together(comm):
+                self._put(first, wait=False, at_once=at_once)
+            all_staged = staged_of(tensors)
+            fits = not all_staged and all(self._all_agree(first.is_empty))
+            if not fits:
+                self._may_begin.set()
+                # There is more than the ring holds. Who waits for room must not wait for a file that never comes.
+                with raise_together(comm):
+                    if comm.rank == 0:
+                        self._laying.result()
+                self._note_made()
+                with raise_together(comm):
+                    self._put(first)
+            for staged in all_staged:
+                staged.gather()
+                with raise_together(comm):
+                    self._put(pieces_of(staged))
+                staged.free()
+        except BaseException:
+            self.give_up()
+            raise
+        self._ring.end()
+        self._may_begin.set()
+
+    def advance(self) -> bool:
+        """Compares the progress of all ranks and takes the next step if possible; whether the file is committed.
+
+        Raises CheckpointError on all ranks if one of them could not write; the file is then given up.
+        """
+        if self.ended:
+            return True
+        task = self._commit_task or (None if self._all_written else self._task)
+        fine = task is None or not task.has_failed
+        made = self._comm.rank != 0 or (self._laying.done() and not self._laying.has_failed)
+        all_done, all_fine, is_made = self._all_agree(task is None or task.done(), fine, made)
+        if is_made:
+            self._note_made()
+        try:
+            if not all_fine:
+                with raise_together(self._comm):
+                    if not fine:
+                        task.result()
+            elif all_done:
+                self._go_on()
+        except BaseException:
+            self.give_up()
+            raise
+        return self.ended
+
+    def wait(self) -> None:
+        """Waits until it is committed; raises as ``advance``."""
+        while not self.advance():
+            self.wait_for_threads(POLL_S)
+
+    def wait_for_threads(self, timeout_s: float | None = None) -> None:
+        """Waits until this rank's threads are idle, at most for that long. Not collective."""
+        for task in (self._laying, self._task, self._commit_task):
+            if task is not None:
+                task.wait(timeout_s)
+
+    def give_up(self) -> None:
+        """Stops this rank's threads; rank 0 removes the file.
+
+        Not collective. Other ranks may still write to the unnamed file.
+        """
+        self.ended = True
+        _uncommitted.pop(self, None)
+        self._ring.stop()
+        self._may_begin.set()
+        if self._comm.rank == 0:
+            if self._laying is not None:
+                self._laying.wait()  # or it would make the file afterwards
+            self._draft.discard()
+
+    def leave(self) -> None:
+        """At the program's end: logs a lost file and removes the draft. Not collective."""
+        if self._commit_task is not None and self._commit_task.wait() and not self._commit_task.has_failed:
+            return  # rank 0 has come to the end of it alone
+        if self._all_written and self._comm.rank != 0:
+            return  # rank 0 knows how it ends
+        if self._comm.rank == 0:
+            log.error(
+                "%s: was not committed, and is lost: the program has ended before wait(), close() or "
+                "hpcfsdp.finalize()",
+                self.path,
+            )
+        self._ring.stop()
+        self.wait_for_threads(EXIT_GRACE_S)
+        self.give_up()
+
+    def _go_on(self) -> None:
+        """Takes the next step when every rank has finished its current task. Collective."""
+        if self._all_written:
+            self.ended = True
+            _uncommitted.pop(self, None)
+            return
+        offsets = np.asarray(self._laying.result().offsets, np.int64)
+        digests = self._comm.all_gather_object(schema.checksum(offsets.view(np.uint8)))
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:  # say, other versions of HDF5
+                error = CheckpointError(
+                    f"{self.path}: rank {rank} has laid the file out otherwise than rank 0: have all ranks run the "
+                    'same versions of hpcfsdp, h5py and HDF5, or save without "asynchronous"'
+                )
+                error.raised_on_all_ranks = True
+                raise error
+        everyone = gather_sums(self._comm, self._content.plan, self._task.result())
+        if self._comm.rank == 0:
+            self._commit_task = Task(self.path, lambda: self._commit(everyone))
+        self._all_written = True
+
+    def _note_made(self) -> None:
+        """Notes when rank 0 made the file."""
+        self._made_s = self._made_s or time.monotonic()
+
+    def _all_agree(self, *facts: bool) -> list[bool]:
+        """Which of these facts hold on all ranks. Collective."""
+        agreed = torch.tensor(facts, dtype=torch.int64, device=self._comm.device)
+        self._comm.all_reduce(agreed, "min")
+        return [bool(fact) for fact in agreed.tolist()]
+
+    def _put(self, pieces: Pieces, *, wait: bool = True, at_once: bool = False) -> None:
+        """Copies pieces into the ring while there is room; `at_once` if there is room for all of them."""
+        # In groups: to wake the writer for each of thousands of small blocks takes longer than to copy them. A small
+        # ring is filled while it is emptied.
+        most = self._ring.nbytes if at_once else min(BlockWriter.AT_ONCE, self._ring.nbytes // 4)
+        while (group := pieces.next_group(most)) and self._ring.put(group, wait=wait):
+            pieces.done()
+
+    def _lay_out(self) -> Skeleton:
+        """In a thread: lays the file out; rank 0 makes it."""
+        content, is_first = self._content, self._comm.rank == 0
+        self._may_begin.wait()
+        if self._ring.stopped:
+            raise CheckpointError(f"{self.path}: was given up before it was begun")
+        with naming_write_errors(self.path):
+            skeleton = build_skeleton(
+                content.plan.specs,
+                content.plan.links,
+                len(content.plan.blocks),
+                content.attributes,
+                content.small if is_first else {},
+            )
+            if is_first:
+                self._draft.create(skeleton.nbytes)
+        return skeleton
+
+    def _write(self) -> np.ndarray:
+        """In a thread: writes the blocks that come through the ring and syncs; their checksums, uint64."""
+        draft, ring = self._draft, self._ring
+        sums, plan = np.zeros(len(self._own), np.uint64), self._content.plan
+        own = plan.blocks[self._own]
+        sizes = own["numel"].astype(np.int64) * own["count"] * plan.itemsizes[own["tensor"]]
+        try:
+            offsets = self._laying.result().offsets
+            with naming_write_errors(self.path), self._opened() as fd:
+                views: dict[int, np.ndarray] = {}
+                blocks = BlockWriter(draft.files, fd, plan, offsets, views.__getitem__)
+                while staged := ring.take(BlockWriter.AT_ONCE):
+                    places = [place for piece in staged for place in piece.key.places]
+                    for piece in staged:
+                        data, of = np.asarray(piece.arrived()), list(piece.key.places)
+                        keys, ends = self._own[of].tolist(), (np.asarray(piece.key.begins) + sizes[of]).tolist()
+                        parts = zip(keys, piece.key.begins, ends, strict=True)
+                        views.update((key, data[begin:end]) for key, begin, end in parts)
+                    sums[places] = blocks.write(self._own[places])
+                    views.clear()
+                    ring.release(staged)
+                if not ring.stopped:
+                    draft.files.sync(fd)
+        except BaseException:
+            ring.stop()  # who puts more in must not wait for room
+            raise
+        return sums
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """In a thread: a descriptor of the file, as soon as rank 0 has made it."""
+        with contextlib.ExitStack() as stack:
+            while True:
+                try:
+                    fd = stack.enter_context(self._draft.opened())
+                    break
+                except DraftMissingError:
+                    made_s = self._made_s
+                    late = made_s is not None and time.monotonic() - made_s > VISIBLE_WITHIN_S
+                    if late or self._comm.rank == 0 or self._ring.stopped:
+                        raise
+                time.sleep(LOOK_S)
+            yield fd
+
+    def _commit(self, sums: Sequence[bytes]) -> None:
+        """In a thread of rank 0."""
+        with naming_write_errors(self.path):
+            skeleton = self._laying.result()
+            self._draft.commit(skeleton, extent_rows(self._content.plan, skeleton.offsets, sums))
+        self._committed(self.path)
+
+
+_uncommitted: dict[PendingSave, None] = {}
+"""All saves under way, in the order in which they were begun, which is the same on all ranks of each."""
+
+_process = os.getpid()
+
+
+def _finish(saves: Iterable[PendingSave]) -> None:
+    """Waits for all of them and raises the first error. Collective over the ranks of each."""
+    problem: Exception | None = None
+    for save in saves:
+        try:
+            save.wait()
+        except Exception as error:  # of any kind: the other ranks wait for the next one
+            problem = problem or error
+    if problem is not None:
+        raise problem
+
+
+@atexit.register
+def _leave() -> None:
+    if os.getpid() == _process:  # not in a child that was forked: its threads are not there
+        for save in list(_uncommitted):
+            save.leave()
+
+
+before_finalize(lambda: _finish(list(_uncommitted)))

@@ -1,0 +1,265 @@
+"""Writes a checkpoint of several files: a part for each node, and a small file that is the checkpoint.
+
+The ranks of a node write their elements of each tensor contiguously into a part that no other node writes to. The
+checkpoint has virtual datasets, so that any HDF5 tool shows whole tensors, and its table of extents has the place of
+each run. Parts get their names, which are unique to a save, before the checkpoint does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hpcfsdp import env
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.footer import Seal
+from hpcfsdp.checkpoint.format.metadata import Skeleton, Source, build_skeleton
+from hpcfsdp.checkpoint.format.parts import part_path
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.saving.content import Content
+from hpcfsdp.checkpoint.saving.plan import SavePlan
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, BytesOf, Draft, extent_rows, naming_write_errors
+from hpcfsdp.checkpoint.saving.writer import PosixWriter
+from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.launch.topology import Topology
+
+LEAST_BYTES = 1 << 16
+"""Of a tensor that goes to the nodes' files. Smaller ones stay in the checkpoint itself: HDF5 opens each file that a
+virtual dataset names whenever it is read."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The content of a node's part file.
+
+    Attributes:
+        node: its number.
+        blocks: places in the whole plan, ascending.
+        plan: the part's own: for each tensor the node's elements, 1-D, in the order of the tensor; its blocks are those
+            in `blocks`.
+        tensors: by tensor of the part, its number in the whole plan.
+    """
+
+    node: int
+    blocks: np.ndarray
+    plan: SavePlan
+    tensors: np.ndarray
+
+
+def divide(plan: SavePlan, topology: Topology, least_bytes: int = LEAST_BYTES) -> list[Part]:
+    """Divides a plan into parts, one for each node that writes; all else stays in the checkpoint. Pure.
+
+    Args:
+        topology: of the plan's ranks.
+        least_bytes: of a tensor in parts. Scalars never are.
+    """
+    node_of_rank = np.array([topology.node_rank(rank) for rank in range(topology.size)], np.int64)
+    # Elements that do not follow each other would have to, in a file that has nothing between them.
+    in_runs = np.bincount(plan.blocks["tensor"], plan.blocks["count"] > 1, len(plan.specs)) == 0
+    divided = in_runs & np.array([bool(spec.shape) and spec.nbytes >= least_bytes for spec in plan.specs], bool)
+    places = np.flatnonzero(divided[plan.blocks["tensor"]])
+    nodes = node_of_rank[plan.blocks["rank"][places]]
+    return [_part(plan, int(node), places[nodes == node]) for node in np.unique(nodes)]
+
+
+def _part(plan: SavePlan, node: int, places: np.ndarray) -> Part:
+    blocks = plan.blocks[places]
+    numels = blocks["numel"].astype(np.int64)
+    tensors, first, local = np.unique(blocks["tensor"], return_index=True, return_inverse=True)
+    ends = np.cumsum(numels)
+    before = (ends - numels)[first]
+    lengths = np.add.reduceat(numels, first).tolist()
+    blocks["tensor"], blocks["start"] = local, ends - numels - before[local]
+    specs = [plan.specs[tensor] for tensor in tensors.tolist()]
+    own = tuple(TensorSpec(spec.path, (length,), spec.dtype) for spec, length in zip(specs, lengths, strict=True))
+    return Part(node, places, SavePlan(own, blocks, (), plan.num_ranks), tensors)
+
+
+def sources_of(plan: SavePlan, parts: Sequence[Part], names: Sequence[str]) -> dict[int, list[Source]]:
+    """For each tensor in parts, by its number in the plan: which runs each part has.
+
+    Pure. `names` are the parts' files.
+    """
+    found: dict[int, list[Source]] = {}
+    for part, name in zip(parts, names, strict=True):
+        whole = plan.blocks[part.blocks]
+        edges = np.searchsorted(part.plan.blocks["tensor"], np.arange(len(part.tensors) + 1))
+        for index, tensor in enumerate(part.tensors.tolist()):
+            blocks = whole[edges[index] : edges[index + 1]]
+            begins = blocks["start"].astype(np.int64)
+            ends = begins + blocks["numel"].astype(np.int64)
+            is_first = np.append(True, begins[1:] != ends[:-1])
+            is_last = np.append(is_first[1:], True)
+            runs = zip(begins[is_first].tolist(), ends[is_last].tolist(), strict=True)
+            found.setdefault(tensor, []).append(Source(name, tuple(runs)))
+    return found
+
+
+class SubfilesWriter(PosixWriter):
+    """Each rank writes into its node's part; small tensors go into the checkpoint itself."""
+
+    def __init__(self, comm: Communicator, draft: Draft, content: Content, *, least_bytes: int | None = None) -> None:
+        """Collective over `comm`; touches no disk. `least_bytes`: see ``divide``."""
+        super().__init__(comm, draft, content)
+        topology = _topology_of(comm)
+        self._parts = divide(content.plan, topology, LEAST_BYTES if least_bytes is None else least_bytes)
+        self._paths = [part_path(draft.path, draft.token, part.node) for part in self._parts]
+        self._leaders = [topology.leaders[part.node] for part in self._parts]
+        self._all = range(comm.size)
+        self._node_of = [topology.node_rank(rank) for rank in self._all]
+        own_node = topology.node_rank(comm.rank)
+        self._own = next((number for number, part in enumerate(self._parts) if part.node == own_node), None)
+        self._leads = self._own is not None and self._leaders[self._own] == comm.rank
+        self._part_draft = None if self._own is None else Draft(draft.files, self._paths[self._own], draft.token)
+        self._part_skeleton: Skeleton | None = None
+        self._part_offsets: list[np.ndarray] = []
+        self._seals: list[Seal] = []
+
+    def begin(self) -> None:
+        """Makes the checkpoint on rank 0 and the parts on their leaders, all holes; exchanges the places of tensors."""
+        with raise_together(self._comm), naming_write_errors(self._draft.path):
+            if self._comm.rank == 0:
+                self._skeleton = self._whole_skeleton()
+                elsewhere = sum(part.plan.nbytes for part in self._parts)
+                self._draft.create(self._skeleton.nbytes, elsewhere)
+                self._offsets = self._skeleton.offsets
+            if self._leads:
+                self._part_skeleton = self._skeleton_of(self._parts[self._own])
+                if self._part_draft.path.exists():
+                    raise FileExistsError(f"{self._part_draft.path.name} already exists")
+                self._part_draft.create(self._part_skeleton.nbytes)
+        self._offsets = self._comm.broadcast_object(self._offsets)
+        mine = [] if self._part_skeleton is None else self._part_skeleton.offsets
+        sizes = {leader: len(part.tensors) for leader, part in zip(self._leaders, self._parts, strict=True)}
+        found = self._to_those_concerned(np.array(mine, np.int64), [sizes.get(rank, 0) for rank in self._all])
+        self._part_offsets = [found[leader] for leader in self._leaders]
+
+    @contextlib.contextmanager
+    def _opened(self, bytes_of: BytesOf) -> Iterator[tuple[Callable[[np.ndarray], np.ndarray], Callable[[], None]]]:
+        """Functions that write blocks, by their places in the plan, and that sync them. Not collective."""
+        files, own = self._draft.files, self._own
+        with contextlib.ExitStack() as stack:
+            fds = [stack.enter_context(self._draft.opened())]
+            here = BlockWriter(files, fds[0], self._content.plan, self._offsets, bytes_of)
+            if own is None:
+                yield here.write, lambda: files.sync(fds[0])
+                return
+            part = self._parts[own]
+            fds.append(stack.enter_context(self._part_draft.opened()))
+            there = BlockWriter(
+                files, fds[1], part.plan, self._part_offsets[own], lambda place: bytes_of(int(part.blocks[place]))
+            )
+
+            def write(indices: np.ndarray) -> np.ndarray:
+                sums = np.zeros(len(indices), np.uint64)
+                inside = np.isin(indices, part.blocks)
+                sums[~inside] = here.write(indices[~inside])
+                sums[inside] = there.write(np.searchsorted(part.blocks, indices[inside]))
+                return sums
+
+            def sync() -> None:
+                for fd in fds:
+                    files.sync(fd)
+
+            yield write, sync
+
+    def finish(self) -> None:
+        """Commits the parts, then the checkpoint that names them."""
+        comm, path = self._comm, self._draft.path
+        counts = np.bincount(self._content.plan.blocks["rank"], minlength=comm.size)
+        everyone = self._to_those_concerned(self._sums.view(np.int64), counts.tolist())
+        # The checksums of other nodes are 0 on ranks that do not write them.
+        sums = [own.tobytes() or bytes(8 * count) for own, count in zip(everyone, counts.tolist(), strict=True)]
+        rows = extent_rows(self._content.plan, self._offsets, sums)
+        seal: Seal | None = None
+        with raise_together(comm), naming_write_errors(path):
+            if self._leads:
+                seal = self._part_draft.commit(self._part_skeleton, self._rows_of(self._own, rows))
+        seals = comm.all_gather_object(None if seal is None else (seal.file_bytes, seal.digest))
+        with raise_together(comm), naming_write_errors(path):
+            if self._skeleton is not None:
+                for number, part in enumerate(self._parts):
+                    rows["file"][part.blocks] = number + 1
+                    rows["byte_offset"][part.blocks] = self._rows_of(number, rows)["byte_offset"]
+                self._draft.commit(self._skeleton, rows, self._table([seals[leader] for leader in self._leaders]))
+
+    def discard(self) -> None:
+        """Removes the files, except parts that a renamed checkpoint may need. Not collective."""
+        if self._leads:
+            self._part_draft.discard()
+        if self._comm.rank == 0:
+            self._draft.discard()
+            if not self._draft.has_name:
+                # Only rank 0 knows that the checkpoint has not got its name, and will not.
+                for path in self._paths:
+                    with contextlib.suppress(OSError):
+                        self._draft.files.remove(path)
+
+    def _to_those_concerned(self, values: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+        """By rank, its values, int64, if it is of this node or this is rank 0; else an empty array. Collective.
+
+        On all ranks they would grow with nodes and tensors.
+
+        Args:
+            sizes: by rank, the number of its values.
+        """
+        comm, node = self._comm, self._node_of
+        mine = torch.from_numpy(values).to(comm.device)
+        concerned = [rank == 0 or node[rank] == node[comm.rank] for rank in self._all]
+        from_all = comm.rank == 0
+        numels = [size if from_all or node[rank] == node[comm.rank] else 0 for rank, size in enumerate(sizes)]
+        found = [torch.empty(numel, dtype=torch.int64, device=comm.device) for numel in numels]
+        comm.all_to_all(found, [mine if concerned[rank] else mine[:0] for rank in self._all])
+        return [of_rank.cpu().numpy() for of_rank in found]
+
+    def _whole_skeleton(self) -> Skeleton:
+        content, names = self._content, [path.name for path in self._paths]
+        return build_skeleton(
+            content.plan.specs,
+            content.plan.links,
+            len(content.plan.blocks),
+            content.attributes,
+            content.small,
+            sources=sources_of(content.plan, self._parts, names),
+            file_names=names,
+        )
+
+    def _skeleton_of(self, part: Part) -> Skeleton:
+        of_whole = ("world_size", "software_version")
+        attributes = {
+            **{name: value for name, value in self._content.attributes.items() if name not in of_whole},
+            "format": schema.PART_FORMAT,
+            "about": schema.ABOUT_PART,
+            "checkpoint": self._draft.path.name,
+            "node": np.int64(part.node),
+        }
+        return build_skeleton(part.plan.specs, (), len(part.blocks), attributes, {})
+
+    def _rows_of(self, number: int, whole: np.ndarray) -> np.ndarray:
+        """A part's table of extents, from that of the whole."""
+        part, offsets = self._parts[number], self._part_offsets[number]
+        rows = whole[part.blocks].copy()
+        for name in part.plan.blocks.dtype.names:
+            rows[name] = part.plan.blocks[name]
+        tensors = rows["tensor"]
+        rows["file"] = 0
+        rows["byte_offset"] = offsets[tensors] + rows["start"].astype(np.int64) * part.plan.itemsizes[tensors]
+        return rows
+
+    def _table(self, seals: Sequence[tuple[int, int]]) -> np.ndarray | None:
+        if not seals:
+            return None
+        names = [path.name.encode() for path in self._paths]
+        table = np.zeros(len(names), schema.file_table_dtype(max(map(len, names))))
+        table["name"], table["nbytes"], table["digest"] = names, *zip(*seals, strict=True)
+        return table
+
+
+def _topology_of(comm: Communicator) -> Topology:
+    """The communicator's topology, or one from host names. Collective over `comm`."""
+    known = getattr(comm, "topology", None)
+    return known or Topology.from_labels(comm.all_gather_object(env.host_name()))

@@ -1,0 +1,226 @@
+"""A checkpoint file before it gets its name: all ranks write to it, then it is committed or discarded."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.catalog import partial_path
+from hpcfsdp.checkpoint.format.files import Files, reason
+from hpcfsdp.checkpoint.format.footer import Seal
+from hpcfsdp.checkpoint.format.metadata import Skeleton
+from hpcfsdp.checkpoint.format.parts import owned_parts, remove_abandoned, remove_parts
+from hpcfsdp.checkpoint.saving.plan import SavePlan
+from hpcfsdp.errors import CheckpointError
+
+BytesOf = Callable[[int], np.ndarray]
+"""Of a block, by its place in the plan: its bytes, uint8, 1-D, the runs one after the other."""
+
+
+class DraftMissingError(CheckpointError):
+    """This rank does not find the file that the checkpoint is being written to."""
+
+
+class Draft:
+    """A file that ``commit`` turns into a checkpoint. Not collective: one rank creates, commits or discards it.
+
+    Attributes:
+        path: its final name.
+        token: unique to this save, so that two jobs that save to one path write to two files.
+        partial: its temporary name, next to `path`.
+        has_name: whether it has its final name.
+    """
+
+    def __init__(self, files: Files, path: Path, token: str) -> None:
+        """Touches no disk."""
+        self.files = files
+        self.path = path
+        self.token = token
+        self.partial = partial_path(path, token)
+        self.has_name = False
+
+    def create(self, nbytes: int, elsewhere: int = 0) -> None:
+        """Makes the file, all holes, and removes what earlier saves of this path have abandoned.
+
+        Other files next to it will need `elsewhere` bytes. Raises CheckpointError without enough room.
+        """
+        self._make_folder()
+        if self.path.is_dir():
+            raise IsADirectoryError("there is a directory of that name")
+        remove_abandoned(self.files, self.path)
+        free = shutil.disk_usage(self.path.parent).free
+        if free < nbytes + elsewhere:
+            raise CheckpointError(f"{nbytes + elsewhere} bytes are needed, {free} are free on that file system")
+        try:
+            self.files.close(self.files.create(self.partial, nbytes))
+        except BaseException:
+            self.discard()
+            raise
+
+    def _make_folder(self) -> None:
+        """Makes missing folders and syncs their names to the disk."""
+        missing = []
+        for folder in (self.path.parent, *self.path.parent.parents):
+            if folder.exists():
+                break
+            missing.append(folder)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            self.files.sync_folder(folder.parent)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[int]:
+        """A descriptor to write with; the caller syncs before it leaves.
+
+        Raises DraftMissingError where there is no file.
+        """
+        try:
+            fd = self.files.open_to_write(self.partial)
+        except FileNotFoundError as error:
+            raise DraftMissingError(
+                f"{self.partial.name} is gone, or this rank does not see the folder of rank 0: save to a file system "
+                "that all ranks share"
+            ) from error
+        try:
+            yield fd
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error counts
+                self.files.close(fd)
+            raise
+        self.files.close(fd)  # some file systems report failed writes only here
+
+    def commit(self, skeleton: Skeleton, rows: np.ndarray, parts: np.ndarray | None = None) -> Seal:
+        """Writes everything but the tensors, whose bytes are synced already; syncs and renames the file; its seal.
+
+        Parts of a replaced checkpoint are removed, unless other files may need them. Raises OSError if the file did not
+        get its name, CheckpointError if it did but the name could not be synced.
+
+        Args:
+            rows: the table of extents.
+            parts: the table of other files, which have their names already.
+        """
+        regions, seal = skeleton.sealed(rows, parts)
+        with self.opened() as fd:
+            for begin, data in regions:
+                self.files.write(fd, [memoryview(data)], begin)
+            packed = seal.pack()
+            self.files.write(fd, [memoryview(packed)], seal.file_bytes - len(packed))
+            self.files.sync(fd)
+        replaced = owned_parts(self.path)
+        self.files.rename(self.partial, self.path)
+        self.has_name = True
+        try:
+            self.files.sync_folder(self.path.parent)
+        except OSError as error:
+            raise CheckpointError(
+                f"the new {self.path.name} is in place, but its name could not be forced to the disk: {reason(error)}. "
+                "If the machine crashes now, the previous file may be back"
+            ) from error
+        with contextlib.suppress(OSError):  # the checkpoint is there; who saves next finds them as abandoned
+            remove_parts(self.files, self.path.parent, replaced)
+        return seal
+
+    def discard(self) -> None:
+        """Removes the file, if possible."""
+        with contextlib.suppress(OSError):
+            self.files.remove(self.partial)
+
+
+@contextlib.contextmanager
+def naming_write_errors(path: Path) -> Iterator[None]:
+    """Adds the file's name to all errors, also those of the operating system and of HDF5."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(error).startswith(f"{path}: "):
+            raise
+        kind = CheckpointError if isinstance(error, DraftMissingError) else type(error)  # one that all ranks know
+        raise kind(f"{path}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot write the checkpoint: {reason(error)}") from error
+
+
+class BlockWriter:
+    """Writes blocks of a plan; adjacent blocks go to the system in one call.
+
+    Args:
+        offsets: by tensor, its first byte in the file.
+        bytes_of: reads a block. At most ``AT_ONCE`` bytes and one block are in memory until they are written.
+    """
+
+    AT_ONCE = 4 << 20
+    SYNC_EVERY = 32 << 20
+
+    def __init__(self, files: Files, fd: int, plan: SavePlan, offsets: Sequence[int], bytes_of: BytesOf) -> None:
+        self._files, self._fd, self._plan, self._bytes_of = files, fd, plan, bytes_of
+        self._offsets = np.asarray(offsets, np.int64)
+        self._buffers: list[memoryview] = []
+        self._begin = self._end = 0
+        self._dirty = sys.maxsize
+
+    def write(self, indices: np.ndarray) -> np.ndarray:
+        """Writes these blocks, by their places in the plan; their checksums, uint64, in the same order."""
+        blocks = self._plan.blocks[indices]
+        itemsizes = self._plan.itemsizes[blocks["tensor"]]
+        begins = self._offsets[blocks["tensor"]] + blocks["start"].astype(np.int64) * itemsizes
+        strides = (blocks["stride"].astype(np.int64) * itemsizes).tolist()
+        counts = blocks["count"].tolist()
+        sums = np.zeros(len(blocks), np.uint64)
+        order = np.argsort(begins).tolist()
+        begins = begins.tolist()
+        for place in order:
+            data = self._bytes_of(int(indices[place]))
+            sums[place] = schema.checksum(data)
+            if counts[place] == 1 or strides[place] * counts[place] == data.nbytes:
+                self._add(memoryview(data), begins[place])
+                continue
+            self._flush()
+            self._begin = begins[place]
+            self._files.write_runs(self._fd, memoryview(data), counts[place], self._begin, strides[place])
+            self._end = self._begin + strides[place] * counts[place]
+            self._note_dirty()
+        self._flush()
+        return sums
+
+    def _add(self, data: memoryview, begin: int) -> None:
+        if not self._buffers or begin != self._end or self._end - self._begin >= self.AT_ONCE:
+            self._flush()
+            self._begin = begin
+        self._buffers.append(data)
+        self._end = begin + data.nbytes
+
+    def _flush(self) -> None:
+        if not self._buffers:
+            return
+        self._files.write(self._fd, self._buffers, self._begin)
+        self._buffers = []
+        self._note_dirty()
+
+    def _note_dirty(self) -> None:
+        self._dirty = min(self._dirty, self._begin)
+        if self._end - self._dirty >= self.SYNC_EVERY:  # the disk has something to do while checksums are computed
+            self._files.start_sync(self._fd, self._dirty, self._end - self._dirty)
+            self._dirty = self._end
+
+
+def extent_rows(plan: SavePlan, offsets: Sequence[int], sums: Sequence[bytes]) -> np.ndarray:
+    """The table of extents.
+
+    Pure. `sums` has the bytes of each rank's checksums, in the order of its blocks in the plan.
+    """
+    blocks = plan.blocks
+    rows = np.zeros(len(blocks), schema.EXTENT_DTYPE)
+    for name in blocks.dtype.names:
+        rows[name] = blocks[name]
+    at = np.asarray(offsets, np.uint64)[blocks["tensor"]]
+    rows["byte_offset"] = at + blocks["start"] * plan.itemsizes.astype(np.uint64)[blocks["tensor"]]
+    # A stable sort by rank has each rank's blocks in the order in which it has them.
+    order = np.argsort(blocks["rank"], kind="stable")
+    rows["checksum"][order] = np.frombuffer(b"".join(sums), np.uint64)
+    return rows

@@ -1,0 +1,243 @@
+"""``save``: every rank writes its own bytes of one HDF5 file, which appears under its name only when it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpcfsdp.checkpoint.format.catalog import new_token
+from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.format.metadata import Skeleton
+from hpcfsdp.checkpoint.saving.content import Content, Metrics, SaveArguments, bytes_in_memory, collect_content
+from hpcfsdp.checkpoint.saving.plan import SavePlan
+from hpcfsdp.checkpoint.saving.same_call import Facts, GivenPath, Rank0Value, compare_calls
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, BytesOf, Draft, extent_rows, naming_write_errors
+from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.errors import CheckpointError, nearest
+from hpcfsdp.hang.calls import public_call
+from hpcfsdp.reshard.whole import Staging
+from hpcfsdp.state.model import communicator_of
+from hpcfsdp.state.tensors import StateTensor, staged_of
+
+
+@public_call("checkpoint.save")
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    step: int = 0,
+    extra: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    metrics: Metrics | None = None,
+    names: Sequence[str] | None = None,
+    writer: str = "posix",
+    files: Files | None = None,
+) -> Path:
+    """Collective over the model's ranks. Write model, optimizer and random number generators into one HDF5 file.
+
+    The file is written under a temporary name next to `path`, forced to disk by every rank, and renamed: at any moment
+    `path` is the previous file, the new one, or absent. A failure on any rank is raised on every rank.
+
+    Args:
+        path: the file to write, on a file system that all ranks share. The directory is made if it is missing. Ranks
+            other than 0 may give None.
+        model: sharded by ``FullyShardedDataParallel`` or ``fully_shard``, or a plain module (then rank 0 writes it);
+            with or without wrappers such as ``DistributedDataParallel``; names in the file do not contain them.
+        optimizer: built from ``model.parameters()``.
+        step: the number of the training step, stored in the file.
+        extra: further values: nested dicts and lists of numbers, strings, arrays and tensors. Ranks other than 0 give
+            the same, or None.
+        config: the configuration of the run, made of JSON values. Rank 0's is stored.
+        metrics: curves recorded during training: name -> (steps, values), two sequences of one length. Rank 0's are
+            stored.
+        names: patterns for the names of the model's tensors ("*.lora_A.*", see ``inspect.names.matching``): only these
+            tensors are written, with their optimizer state.
+        writer: "posix", each rank writes its ranges of the file; "mpio", all ranks write together through HDF5 and
+            MPI-IO, the same bytes, with an h5py that was built for MPI; "subfiles", each node writes a file of its own;
+            the checkpoint is a small file next to them that names them.
+        files: the disk operations, for tests.
+
+    Returns:
+        The path.
+
+    Raises:
+        CheckpointError: the file cannot be written, a value cannot be stored, the writer cannot be used here, or a
+            pattern matches nothing.
+        DifferentCallsError: a rank makes another call, such as ``load``.
+        DisagreementError: ranks hold different models or optimizers, or give different values.
+    """
+    given = SaveArguments(model, optimizer, step, extra, config, metrics, names)
+    return save_given(communicator_of(model), lambda: path, given, writer, files)
+
+
+def save_given(
+    comm: Communicator,
+    path_of: Callable[[], str | os.PathLike[str] | None],
+    given: SaveArguments,
+    writer: str,
+    files: Files | None,
+) -> Path:
+    """As ``save``. `path_of` may raise on any rank; then all ranks raise. Collective over `comm`."""
+    draft = make_draft(comm, path_of, given, writer, files)
+    with naming_write_errors(draft.path):
+        collected = collect_content(comm, given)
+        writing = writer_class(writer)(comm, draft, collected.content)
+    try:
+        writing.begin()
+        writing.write(collected.tensors)
+        writing.finish()
+    except BaseException:
+        writing.discard()
+        raise
+    return draft.path
+
+
+def writer_class(name: str) -> type[PosixWriter]:
+    """The class of a writer by its name; raises CheckpointError if it is unknown or cannot be used here."""
+    modules = {"posix": "writer", "mpio": "mpio", "subfiles": "subfiles"}
+    if name not in modules:
+        known = ", ".join(modules)
+        raise CheckpointError(f"there is no writer {name!r}: choose one of {known}{nearest(name, modules)}")
+    module = importlib.import_module(f"hpcfsdp.checkpoint.{modules[name]}")
+    found: type[PosixWriter] = getattr(module, f"{name.capitalize()}Writer")
+    found.check_usable()
+    return found
+
+
+def make_draft(
+    comm: Communicator,
+    path_of: Callable[[], str | os.PathLike[str] | None],
+    given: SaveArguments,
+    writer: str,
+    files: Files | None,
+    *,
+    asynchronous: bool = False,
+) -> Draft:
+    """A draft for the path, after comparing the arguments over ranks; touches no disk. Collective over `comm`.
+
+    Raises TypeError or ValueError for wrong arguments, on other ranks an HpcfsdpError; CheckpointError if the writer
+    cannot be used here; DifferentCallsError or DisagreementError as ``same_call.compare_calls``.
+    """
+
+    def facts() -> Facts:
+        path = path_of()
+        writer_class(writer)
+        is_first = comm.rank == 0
+        return {
+            # None on rank 0 is the TypeError of GivenPath.
+            "path": GivenPath(cast(str, path)) if is_first or path is not None else None,
+            **given.facts(),
+            "writer": writer,
+            "asynchronous": asynchronous,
+            "token": Rank0Value(new_token() if is_first else None),
+        }
+
+    first = compare_calls(comm, "checkpoint.save", facts)
+    return Draft(files or Files(), Path(first["path"].absolute), first["token"].value)
+
+
+class PosixWriter:
+    """Each rank writes into one file that rank 0 lays out. All methods but ``discard`` are collective.
+
+    Call ``begin``, ``write`` and ``finish`` in this order; after an error in any of them, ``discard``.
+    """
+
+    def __init__(self, comm: Communicator, draft: Draft, content: Content) -> None:
+        """Touches no disk. `comm` has the ranks of the plan."""
+        self._comm, self._draft, self._content = comm, draft, content
+        self._skeleton: Skeleton | None = None
+        self._offsets: Sequence[int] = ()
+        self._sums = np.zeros(0, np.uint64)
+
+    @classmethod
+    def check_usable(cls) -> None:
+        """Raises CheckpointError if this writer cannot be used here. Not collective."""
+
+    def begin(self) -> None:
+        """Makes the file on rank 0, all holes, and broadcasts the places of tensors."""
+        with raise_together(self._comm), naming_write_errors(self._draft.path):
+            if self._comm.rank == 0:
+                self._skeleton = self._content.skeleton()
+                self._draft.create(self._skeleton.nbytes)
+                self._offsets = self._skeleton.offsets
+        self._offsets = self._comm.broadcast_object(self._offsets)
+
+    def write(self, tensors: Sequence[StateTensor]) -> None:
+        """Writes this rank's blocks and syncs them; `tensors` are in the plan's order.
+
+        Staged tensors are gathered, written and freed one after the other.
+        """
+        comm, draft, plan = self._comm, self._draft, self._content.plan
+        own = plan.blocks_of(comm.rank)
+        self._sums = np.zeros(len(own), np.uint64)
+        places = places_by_stage(plan, tensors, own)
+        with contextlib.ExitStack() as stack:
+            with raise_together(comm), naming_write_errors(draft.path):
+                write, sync = stack.enter_context(self._opened(bytes_in_memory(plan, tensors)))
+                first = places.get(None, [])
+                self._sums[first] = write(own[first])
+            for staged in staged_of(tensors):
+                staged.gather()
+                with raise_together(comm), naming_write_errors(draft.path):
+                    now = places.get(staged, [])
+                    self._sums[now] = write(own[now])
+                staged.free()
+            with raise_together(comm), naming_write_errors(draft.path):
+                sync()
+                stack.close()
+
+    @contextlib.contextmanager
+    def _opened(self, bytes_of: BytesOf) -> Iterator[tuple[Callable[[np.ndarray], np.ndarray], Callable[[], None]]]:
+        """Functions that write blocks, by their places in the plan, and that sync them. Not collective."""
+        with self._draft.opened() as fd:
+            blocks = BlockWriter(self._draft.files, fd, self._content.plan, self._offsets, bytes_of)
+            yield blocks.write, lambda: self._draft.files.sync(fd)
+
+    def finish(self) -> None:
+        """Commits the file, which then has its name."""
+        everyone = gather_sums(self._comm, self._content.plan, self._sums)
+        with raise_together(self._comm), naming_write_errors(self._draft.path):
+            if self._skeleton is not None:
+                self._draft.commit(self._skeleton, extent_rows(self._content.plan, self._offsets, everyone))
+
+    def discard(self) -> None:
+        """Removes the file. Not collective."""
+        if self._comm.rank == 0:
+            self._draft.discard()
+
+
+def gather_sums(comm: Communicator, plan: SavePlan, sums: np.ndarray) -> list[bytes]:
+    """By rank, the bytes of the checksums of its blocks, on rank 0; empty on other ranks. Collective over `comm`.
+
+    Only rank 0 writes the table: on all ranks they would be as many as there are ranks and tensors.
+    """
+    mine = torch.from_numpy(sums.view(np.int64)).to(comm.device)
+    counts = np.bincount(plan.blocks["rank"], minlength=comm.size).tolist()
+    if comm.rank:
+        comm.gather(None, mine, 0)
+        return []
+    received = [torch.empty(count, dtype=torch.int64, device=comm.device) for count in counts]
+    comm.gather(received, mine, 0)
+    return [of_rank.cpu().numpy().tobytes() for of_rank in received]
+
+
+def places_by_stage(plan: SavePlan, tensors: Sequence[StateTensor], own: np.ndarray) -> dict[Staging | None, list[int]]:
+    """Places in `own`, this rank's blocks of the plan, by the stage that must be gathered before they are written."""
+    return by_stage(tensors[tensor] for tensor in plan.blocks["tensor"][own].tolist())
+
+
+def by_stage(tensors: Iterable[StateTensor]) -> dict[Staging | None, list[int]]:
+    """Places in a sequence of tensors, by the stage that must be gathered before they are written. Pure."""
+    places: dict[Staging | None, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.staged, []).append(place)
+    return places
