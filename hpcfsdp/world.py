@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from hpcfsdp import env
 from hpcfsdp.errors import CommunicationError, HangError, LaunchError, nearest
-from hpcfsdp.hang import departure as shutdown, events, watch as hang
+from hpcfsdp.hang import departure, events, watch as hang
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.launch import together, versions
 from hpcfsdp.launch.job import DEFAULT_TIMEOUT_S, Job, check_torchrun, current_job
@@ -193,7 +193,7 @@ def init(
     from hpcfsdp.launch import device as devices, rendezvous
 
     hpcmpi.register()
-    shutdown.mark_clean(False)
+    departure.mark_clean(False)
     topology, chosen = _agree(settings)
     job_name, folder = _name_run(run_dir)
     with together.raise_lowest(comm):
@@ -211,7 +211,7 @@ def init(
         dist.init_process_group(
             backend, store=store, rank=comm.rank, world_size=comm.size, timeout=timeout, pg_options=options
         )
-        shutdown.catch_errors(comm)  # again: the hook of torch holds output back until ours returns
+        departure.catch_errors(comm)  # again: the hook of torch holds output back until ours returns
     elif backend is not None and backend != dist.get_backend():
         raise LaunchError(f"backend {backend!r} was asked for, but torch.distributed runs on {dist.get_backend()!r}")
     elif dist.get_world_size() != comm.size or dist.get_rank() != comm.rank:
@@ -269,7 +269,7 @@ def _watch_for_hangs(job: Job, node: MPI.Intracomm, name: str, folder: Path) -> 
         return
     rank, nodes = job.comm.rank, job.topology.nodes
     seat = hang.Seat(name, rank, nodes, job.topology.node_rank(rank), memoryview(memory.numpy().data), env.host_name())
-    end_job = functools.partial(shutdown.abort, exit_code=HangError.exit_code)
+    end_job = functools.partial(departure.abort, exit_code=HangError.exit_code)
     hang.start(hang.Watcher(seat, folder, env.hang_s(), end_job=end_job, traces=_compat.flight_record))
 
 
@@ -393,7 +393,7 @@ def finalize() -> None:
     finally:
         progress_thread.stop()
         hang.stop()
-    shutdown.mark_clean()
+    departure.mark_clean()
     try:
         if world.made_process_group and dist.is_initialized():
             dist.destroy_process_group()

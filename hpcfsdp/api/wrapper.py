@@ -27,7 +27,7 @@ from hpcfsdp.params.granularity import Granularity, GranularityOf, check_granula
 from hpcfsdp.params.prefixes import get_root_modules
 from hpcfsdp.state.settings import default_settings
 from hpcfsdp.state.within import load_when_known
-from hpcfsdp.units import copying, mixed_precision as precisions, policies, unshard
+from hpcfsdp.units import copying, mixed_precision as precisions, policies, summon
 from hpcfsdp.units.arguments import check_module, check_readers, check_types, target_device, warn_of_container
 from hpcfsdp.units.build import join_tp_group, make_unit, sync_values, warn_of_units
 from hpcfsdp.units.clip import clip_model_grads
@@ -333,8 +333,8 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         found = [inner for inner in module.modules() if isinstance(inner, FullyShardedDataParallel)]
         return get_root_modules(found) if root_only else found
 
-    summon_full_params = staticmethod(unshard.unshard_params)
-    walk_full_params = staticmethod(unshard.walk_full_params)
+    summon_full_params = staticmethod(summon.unshard_params)
+    walk_full_params = staticmethod(summon.walk_full_params)
 
     @public_call("apply")
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
 from hpcfsdp.errors import LaunchError
-from hpcfsdp.hang import departure as shutdown, orphan
+from hpcfsdp.hang import departure, orphan
 from hpcfsdp.launch import signals
 from hpcfsdp.launch.topology import Topology
 
@@ -130,7 +130,7 @@ def current_job() -> Job:
     comm.Allgather(leader, leaders)  # 4 bytes for each rank, and no objects
     topology = Topology.from_labels(leaders)
     node.Free()
-    shutdown.install(comm)
+    departure.install(comm)
     signals.shield_children()
     if env.launcher_size() is not None:
         orphan.watch()

@@ -26,7 +26,7 @@ from hpcfsdp.state.scatter import scatter
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.shown import flat_numel
 from hpcfsdp.state.tensors import Rank0Tensor
-from hpcfsdp.units import unshard
+from hpcfsdp.units import summon
 from hpcfsdp.units.flat_unit import ShardedUnit, flat_param_name
 from hpcfsdp.units.unit_mesh import UnitMesh
 
@@ -214,7 +214,7 @@ def finish(reading: Reading, agreed: Agreed, keys: Any) -> None:
         for module, state in reading.states:
             module.set_extra_state(state)
     for unit in agreed.units:
-        with raise_together(ranks), unshard.unshard_params_for_summon(unit, unshard.UnshardArgs()):
+        with raise_together(ranks), summon.unshard_params_for_summon(unit, summon.UnshardArgs()):
             _call(reading.hooks[unit], keys)
     with raise_together(ranks):
         _call(reading.hooks_at_rest, keys)

@@ -14,7 +14,7 @@ from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
-from hpcfsdp.units import unshard
+from hpcfsdp.units import summon
 from hpcfsdp.units.flat_unit import ShardedUnit, flat_param_name
 from hpcfsdp.units.guard import showing_state
 
@@ -56,8 +56,8 @@ def orig_params_shown(unit: ShardedUnit, values: Mapping[nn.Parameter, Any]) -> 
 
     Flat parameters are hidden.
     """
-    unshard.deregister_flat_param(unit)
-    unshard.register_orig_params(unit)
+    summon.deregister_flat_param(unit)
+    summon.register_orig_params(unit)
     places = [(place, entry.param) for entry in unit.own.entries for place in entry.places]
     try:
         for (module, name), param in places:
@@ -72,8 +72,8 @@ def orig_params_shown(unit: ShardedUnit, values: Mapping[nn.Parameter, Any]) -> 
     finally:
         for (module, name), param in places:
             put_back(module, name, param, values[param])
-        unshard.deregister_orig_params(unit)
-        unshard.register_flat_param(unit)
+        summon.deregister_orig_params(unit)
+        summon.register_flat_param(unit)
 
 
 def put_back(module: nn.Module, name: str, tensor: Any, shown: Any, registry: dict[str, Any] | None = None) -> None:

@@ -16,8 +16,8 @@ FILES = {
 TREES = {module: ast.parse(path.read_text(), str(path)) for module, path in FILES.items()}
 
 LAYERS = [
-    {"_version", "accelerator", "json_shapes", "safe_files", "terminal"},
-    {"_compat", "json_lines"},
+    {"_version", "accelerator", "text"},
+    {"_compat"},
     {"", "errors"},
     {"env"},
     {"hang", "timeline"},
@@ -25,10 +25,10 @@ LAYERS = [
     {"comm"},
     {"mpi", "world"},
     {"preempt"},
-    {"flat"},
+    {"params"},
     {"reshard"},
-    {"engine", "tensor"},
-    {"sharded"},
+    {"engine"},
+    {"units"},
     {"state"},
     {"api"},
     {"fsdp", "fsdp2", "optim", "state_dict", "wrap"},
@@ -225,29 +225,6 @@ def test_private_parts_of_torch_are_found_under_any_name(source):
 def test_no_module_is_a_box_of_odds_and_ends():
     parts = {part for module in FILES for part in module.split(".")}
     assert not parts & {"util", "utils", "helper", "helpers", "misc", "common"}
-
-
-MIRRORS = {
-    "diff": {"cli", "checkpoint/inspect"},
-    "export": {"cli", "checkpoint/convert"},
-    "load": {"state", "state/optim"},
-    "peft": {"checkpoint/convert", "integrations"},
-    "reader": {"checkpoint", "checkpoint/dcp"},
-    "save": {"state", "state/optim"},
-    "stats": {"cli", "checkpoint/inspect"},
-    "unit": {"engine", "sharded"},
-    "verify": {"cli", "checkpoint/inspect"},
-    "writer": {"checkpoint", "checkpoint/dcp"},
-}
-"""Names of files that occur in two folders, since one is built on the other, or does the same for an optimizer."""
-
-
-def test_file_names_occur_twice_only_where_the_files_mirror_each_other():
-    folders = {}
-    for path in FILES.values():
-        folders.setdefault(path.stem, set()).add(str(path.parent.relative_to(ROOT)))
-    twice = {name: found for name, found in folders.items() if len(found) > 1 and name != "__init__"}
-    assert twice == MIRRORS
 
 
 @pytest.mark.parametrize("module", sorted(set(FILES) - {"hpcfsdp.__main__", "hpcfsdp._version"}))

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcfsdp.comm.progress import Steps, run
 from hpcfsdp.errors import CommunicationError
-from hpcfsdp.hang import departure as shutdown
+from hpcfsdp.hang import departure
 
 
 def wait_for_members(store: Any, rank: int, ranks: list[int], timeout_s: float) -> None:
@@ -65,7 +65,7 @@ class MemberRendezvous:
         return [rank for rank in self._ranks if not self._store.check([f"here/{rank}"])]
 
     def departed(self) -> set[int]:
-        return shutdown.departed()
+        return departure.departed()
 
     def end(self, outcome: str) -> None:
         """Not collective. Store the outcome, unless one is stored already."""

@@ -25,7 +25,7 @@ from hpcfsdp.comm.mpi.window import Window, share, window_at, window_bytes
 from hpcfsdp.comm.progress import Running, Steps, complete, run
 from hpcfsdp.comm.reduce import OptionalTensors, ReduceOp, Reduction, Tensors
 from hpcfsdp.errors import CommunicationError, CrossedCallsError, DifferentCallsError
-from hpcfsdp.hang import calls, departure as shutdown
+from hpcfsdp.hang import calls, departure
 from hpcfsdp.hang.failures import Failures
 from hpcfsdp.hang.waits import key_of
 from hpcfsdp.launch.topology import Topology
@@ -314,7 +314,7 @@ class MpiCommunicator(Communicator):
 
     def departed(self) -> set[int]:
         """Not collective. The ranks that are known to have left the program."""
-        gone = shutdown.departed()
+        gone = departure.departed()
         return {rank for rank, world_rank in enumerate(self.world_ranks) if world_rank in gone}
 
     def _start(self, steps: Steps, label: str, async_op: bool = False, number: int | None = None) -> Running | None:

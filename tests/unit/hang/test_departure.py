@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp import env
 from hpcfsdp.errors import CheckpointCorruptError
-from hpcfsdp.hang import departure as shutdown, tracebacks
+from hpcfsdp.hang import departure, tracebacks
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def hook(monkeypatch):
     """The exception hook before, and the exit codes with which MPI was aborted."""
     codes = []
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    monkeypatch.setattr(shutdown, "OUTPUT_GRACE_S", 0)
+    monkeypatch.setattr(departure, "OUTPUT_GRACE_S", 0)
     world = SimpleNamespace(rank=2, size=3, Abort=codes.append)
     monkeypatch.setitem(
         sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world, Is_finalized=lambda: False))
@@ -30,7 +30,7 @@ def hook(monkeypatch):
     ("error", "code"), [(ValueError("x"), 1), (CheckpointCorruptError("x"), 4), (KeyboardInterrupt(), 130)]
 )
 def test_an_uncaught_error_is_printed_with_its_rank_and_ends_the_job_with_its_exit_code(hook, capsys, error, code):
-    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
+    departure.catch_errors(SimpleNamespace(rank=2, size=3))
     sys.excepthook(type(error), error, None)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(f"hpcfsdp: rank 2 of 3 on {env.host_name()}: ")
@@ -40,7 +40,7 @@ def test_an_uncaught_error_is_printed_with_its_rank_and_ends_the_job_with_its_ex
 
 def test_an_exit_code_is_never_zero(hook):
     for code in (0, 256, 3):
-        shutdown.abort("x", code)
+        departure.abort("x", code)
     assert hook[1] == [1, 1, 3]
 
 
@@ -48,13 +48,13 @@ def test_only_errors_of_this_project_choose_their_exit_code(hook):
     class Foreign(Exception):
         exit_code = 0
 
-    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
+    departure.catch_errors(SimpleNamespace(rank=2, size=3))
     sys.excepthook(Foreign, Foreign(), None)
     assert hook[1] == [1]
 
 
 def test_the_job_ends_though_nothing_can_be_printed(hook, monkeypatch):
-    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
+    departure.catch_errors(SimpleNamespace(rank=2, size=3))
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
     sys.excepthook(ValueError, ValueError("x"), None)
@@ -67,7 +67,7 @@ def test_the_job_ends_though_the_hook_itself_fails(hook, capsys, monkeypatch, ra
         raise raised
 
     monkeypatch.setattr(tracebacks, "failure_of", broken)
-    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
+    departure.catch_errors(SimpleNamespace(rank=2, size=3))
     sys.excepthook(CheckpointCorruptError, CheckpointCorruptError("x"), None)
     text = capsys.readouterr().err
     assert text.startswith(f"hpcfsdp: rank 2 of 3 on {env.host_name()}: ended the job")
@@ -79,9 +79,9 @@ def test_a_second_interrupt_does_not_keep_the_job_from_ending(hook, monkeypatch)
     def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shutdown.time, "sleep", interrupted)
+    monkeypatch.setattr(departure.time, "sleep", interrupted)
     with pytest.raises(KeyboardInterrupt):  # here, where the false MPI returns
-        shutdown.abort("x", 3)
+        departure.abort("x", 3)
     assert hook[1] == [3]
 
 
@@ -105,21 +105,21 @@ def test_only_a_child_of_open_mpi_s_launcher_ends_without_mpi_abort(hook, monkey
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(shutdown.Path, "read_text", read)
+    monkeypatch.setattr(departure.Path, "read_text", read)
     exits = []
     monkeypatch.setattr(os, "_exit", lambda code: exits.append(code) or sys.exit())
     with pytest.raises(SystemExit) if ends == "exit" else contextlib.nullcontext():
-        shutdown.abort("x", 4)
+        departure.abort("x", 4)
     assert (exits, hook[1]) == (([4], []) if ends == "exit" else ([], [4]))
 
 
 def test_a_single_process_keeps_its_hook(hook):
-    shutdown.catch_errors(SimpleNamespace(rank=0, size=1))
+    departure.catch_errors(SimpleNamespace(rank=0, size=1))
     assert sys.excepthook is hook[0]
 
 
 def test_the_traceback_is_not_lost_in_another_hook_that_collects_output(hook, capsys, monkeypatch):
-    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
+    departure.catch_errors(SimpleNamespace(rank=2, size=3))
     monkeypatch.setattr(sys, "__stderr__", sys.stderr)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     sys.excepthook(ValueError, ValueError("x"), None)
@@ -127,7 +127,7 @@ def test_the_traceback_is_not_lost_in_another_hook_that_collects_output(hook, ca
 
 
 def test_a_forked_child_prints_its_traceback_and_leaves_the_job_alone(hook, capsys, monkeypatch):
-    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
+    departure.catch_errors(SimpleNamespace(rank=2, size=3))
     monkeypatch.setattr(os, "getpid", lambda: -1)
     sys.excepthook(ValueError, ValueError("x"), None)
     assert "ValueError: x" in capsys.readouterr().err
@@ -137,7 +137,7 @@ def test_a_forked_child_prints_its_traceback_and_leaves_the_job_alone(hook, caps
 def test_a_hook_of_the_user_prints_in_place_of_the_traceback_and_then_the_job_ends(hook, capsys, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print(f"mine: {error}", file=sys.stderr))
     for _ in range(2):  # torch's hook comes in between
-        shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
+        departure.catch_errors(SimpleNamespace(rank=2, size=3))
     sys.excepthook(ValueError, ValueError("x"), None)
     header, *lines = capsys.readouterr().err.splitlines()
     assert header == f"hpcfsdp: rank 2 of 3 on {env.host_name()}: ended the job after an uncaught error"
@@ -151,13 +151,13 @@ def test_a_hook_that_fails_does_not_keep_the_job_from_ending(hook, monkeypatch, 
         raise raised
 
     monkeypatch.setattr(sys, "excepthook", broken)
-    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
+    departure.catch_errors(SimpleNamespace(rank=2, size=3))
     sys.excepthook(ValueError, ValueError("x"), None)
     assert hook[1] == [1]
 
 
 def test_a_hook_that_was_set_later_and_calls_the_one_before_ends_the_job_once(hook, capsys):
-    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
+    departure.catch_errors(SimpleNamespace(rank=2, size=3))
     before = sys.excepthook
 
     def later(*args):
@@ -165,7 +165,7 @@ def test_a_hook_that_was_set_later_and_calls_the_one_before_ends_the_job_once(ho
         before(*args)
 
     sys.excepthook = later
-    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
+    departure.catch_errors(SimpleNamespace(rank=2, size=3))
     sys.excepthook(ValueError, ValueError("x"), None)
     text = capsys.readouterr().err
     assert (text.count("later"), text.count("ValueError: x"), text.count("ended the job")) == (1, 1, 1)
@@ -174,11 +174,11 @@ def test_a_hook_that_was_set_later_and_calls_the_one_before_ends_the_job_once(ho
 
 def test_the_hook_of_torch_is_looked_through(hook, capsys, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print(f"mine: {error}", file=sys.stderr))
-    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
+    departure.catch_errors(SimpleNamespace(rank=2, size=3))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
-        assert not isinstance(sys.excepthook, shutdown._EndOfJob)
-        shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
+        assert not isinstance(sys.excepthook, departure._EndOfJob)
+        departure.catch_errors(SimpleNamespace(rank=2, size=3))
         sys.excepthook(ValueError, ValueError("x"), None)
     finally:
         dist.destroy_process_group()
@@ -187,18 +187,18 @@ def test_the_hook_of_torch_is_looked_through(hook, capsys, monkeypatch):
 
 def test_what_all_ranks_raise_is_left_to_rank_0(hook, monkeypatch):
     slept = []
-    monkeypatch.setattr(shutdown.time, "sleep", slept.append)
+    monkeypatch.setattr(departure.time, "sleep", slept.append)
     error = CheckpointCorruptError("x")
     error.raised_on_all_ranks = True
     for rank in (2, 0):
-        shutdown.catch_errors(SimpleNamespace(rank=rank, size=3))
+        departure.catch_errors(SimpleNamespace(rank=rank, size=3))
         sys.excepthook(CheckpointCorruptError, error, None)
-    assert slept == [tracebacks.TOGETHER_S, shutdown.OUTPUT_GRACE_S, shutdown.OUTPUT_GRACE_S]
+    assert slept == [tracebacks.TOGETHER_S, departure.OUTPUT_GRACE_S, departure.OUTPUT_GRACE_S]
 
 
 def test_an_error_that_a_hook_set_later_has_printed_is_known(hook, monkeypatch):
     error = ValueError("x")
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    assert shutdown.uncaught() is error
-    shutdown.catch_errors(SimpleNamespace(rank=2, size=3))
-    assert shutdown.uncaught() is None
+    assert departure.uncaught() is error
+    departure.catch_errors(SimpleNamespace(rank=2, size=3))
+    assert departure.uncaught() is None

@@ -11,7 +11,6 @@ from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.errors import CheckpointCorruptError
 from hpcfsdp.params.layout import Box
-from hpcfsdp.reshard import hyperslabs as tiling
 from hpcfsdp.reshard.hyperslabs import TilingError, byte_ranges, first_untiled
 
 FIELDS = ["tensor", "count", "start", "numel", "stride"]
@@ -85,14 +84,14 @@ def test_the_verdict_is_that_of_looking_at_every_element(made):
 @settings(max_examples=300, deadline=None)
 def test_the_verdict_does_not_depend_on_how_much_is_looked_at_together(made):
     rows, numels = made
-    expected, before = by_elements(rows, numels), tiling.MOST_PARTS
-    tiling.MOST_PARTS = -3 * len(rows)  # with four parts for each row: little more than one
+    expected, before = by_elements(rows, numels), hyperslabs.MOST_PARTS
+    hyperslabs.MOST_PARTS = -3 * len(rows)  # with four parts for each row: little more than one
     try:
         assert first_untiled(rows, numels) == expected
     except TilingError as error:
         assert error.tensor is not None
     finally:
-        tiling.MOST_PARTS = before
+        hyperslabs.MOST_PARTS = before
 
 
 def test_strided_rows_of_one_tensor_beside_plain_ones_of_others():
@@ -152,7 +151,7 @@ def test_a_few_rows_that_describe_millions_of_runs_take_no_memory():
 
 
 def test_rows_that_would_have_to_be_cut_too_often_are_refused(monkeypatch):
-    monkeypatch.setattr(tiling, "MOST_PARTS", 1000)
+    monkeypatch.setattr(hyperslabs, "MOST_PARTS", 1000)
     whole = columns(5000, 6, 2)
     halves = rows_of((0, 15000, 0, 1, 2), (0, 15000, 1, 1, 2))
     mixed = np.concatenate([whole[:1], halves])

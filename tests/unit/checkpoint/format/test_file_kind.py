@@ -12,7 +12,7 @@ from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.file_kind import is_checkpoint, is_hdf5, sized
 from hpcfsdp.checkpoint.format.metadata import build_skeleton
 
-GOLDEN = sorted((Path(__file__).parents[2] / "golden").glob("format-*.h5"))
+GOLDEN = sorted((Path(__file__).parents[3] / "golden").glob("format-*.h5"))
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)

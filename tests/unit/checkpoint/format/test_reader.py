@@ -39,7 +39,7 @@ def good(tmp_path_factory, make_model, train_steps):
     return checkpoint.save(path, model=model, optimizer=optimizer, step=7, extra=extra, config={"lr": 0.5})
 
 
-GOLDEN = Path(__file__).parents[2] / "golden"
+GOLDEN = Path(__file__).parents[3] / "golden"
 
 
 @pytest.fixture
