@@ -11,6 +11,7 @@ from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.errors import CheckpointCorruptError
 from hpcfsdp.params.layout import Box
+from hpcfsdp.reshard import hyperslabs
 from hpcfsdp.reshard.hyperslabs import TilingError, byte_ranges, first_untiled
 
 FIELDS = ["tensor", "count", "start", "numel", "stride"]
