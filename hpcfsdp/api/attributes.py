@@ -12,13 +12,13 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from hpcfsdp import _compat
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.hang.calls import public_call
-from hpcfsdp.units.flat_unit import ShardedUnit
+from hpcfsdp.units.flat_unit import FlatUnit
 
 
 class PublicAttributes:
     """Read-only attributes of the wrapper. They come before those of the wrapped module."""
 
-    _unit: ShardedUnit
+    _unit: FlatUnit
     _given: dict[str, Any]
     """Arguments of the constructor, as they were given."""
 
@@ -76,8 +76,8 @@ class PublicAttributes:
     @property
     def compute_device(self) -> torch.device:
         """The device of the computation."""
-        flats = self._unit.flats
-        return flats[0].device if flats else self._unit.mesh.dtensor_ranks.device
+        sharded_params = self._unit.sharded_params
+        return sharded_params[0].device if sharded_params else self._unit.mesh.dtensor_ranks.device
 
     @property
     def training_state(self) -> Any:
@@ -90,4 +90,4 @@ class PublicAttributes:
     @property
     def params(self) -> list[nn.Parameter]:
         """The flat parameters of this unit, this rank's shards; with `use_orig_params` no optimizer steps them."""
-        return [flat.parameter for flat in self._unit.flats]
+        return [flat.parameter for flat in self._unit.sharded_params]

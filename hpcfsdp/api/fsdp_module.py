@@ -20,7 +20,7 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.hang import calls
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.units.dtensor_copying import copy_rows
-from hpcfsdp.units.dtensor_unit import RowUnit, row_unit_of, row_units_in
+from hpcfsdp.units.dtensor_unit import DTensorUnit, dtensor_unit_of, dtensor_units_in
 from hpcfsdp.units.lazy_init import become_root
 from hpcfsdp.units.materialize import MarkEmpty, states_on_meta
 
@@ -28,8 +28,8 @@ from hpcfsdp.units.materialize import MarkEmpty, states_on_meta
 class UnshardHandle(stock.UnshardHandle):
     """What ``FSDPModule.unshard`` has begun."""
 
-    def __init__(self, unit: RowUnit) -> None:
-        self._unit: RowUnit | None = unit
+    def __init__(self, unit: DTensorUnit) -> None:
+        self._unit: DTensorUnit | None = unit
 
     def wait(self) -> None:
         """Have the module hold whole parameters, which may be used afterwards."""
@@ -334,13 +334,13 @@ class FSDPModule(stock.FSDPModule):
         )
 
     @property
-    def _unit_here(self) -> RowUnit:
-        unit = row_unit_of(cast(nn.Module, self))
+    def _unit_here(self) -> DTensorUnit:
+        unit = dtensor_unit_of(cast(nn.Module, self))
         assert unit is not None
         return unit
 
-    def _units(self, recurse: bool) -> Sequence[RowUnit]:
-        return row_units_in(cast(nn.Module, self)) if recurse else [self._unit_here]
+    def _units(self, recurse: bool) -> Sequence[DTensorUnit]:
+        return dtensor_units_in(cast(nn.Module, self)) if recurse else [self._unit_here]
 
     def _refuse_several_meshes(self, what: str) -> None:
         if any(each.mesh is not self._unit_here.mesh for each in self._unit_here.rows):
@@ -370,10 +370,10 @@ def extended_class(original: type) -> type:
     return _classes[original]
 
 
-def _root_of(unit: RowUnit) -> Root:
+def _root_of(unit: DTensorUnit) -> Root:
     """Collective where there is none yet, or where the program has replaced parameters by others."""
     root = unit.root
-    units = [] if root is None else cast(Sequence[RowUnit], root.units)
+    units = [] if root is None else cast(Sequence[DTensorUnit], root.units)
     if root is not None and (
         root.is_busy or all(each.root is root and not each.uninitialised and each.fits() for each in units)
     ):
@@ -383,7 +383,7 @@ def _root_of(unit: RowUnit) -> Root:
     return become_root(unit if root is None else units[0])
 
 
-def units_of_modules(modules: Iterable[FSDPModule]) -> list[RowUnit]:
+def units_of_modules(modules: Iterable[FSDPModule]) -> list[DTensorUnit]:
     """The units of modules.
 
     Raises:
@@ -391,7 +391,7 @@ def units_of_modules(modules: Iterable[FSDPModule]) -> list[RowUnit]:
     """
     units = []
     for module in modules:
-        unit = row_unit_of(module) if isinstance(module, nn.Module) else None
+        unit = dtensor_unit_of(module) if isinstance(module, nn.Module) else None
         if unit is None:
             raise ValueError(f"the module was not given to fully_shard, a {type(module).__name__}: shard it first")
         units.append(unit)

@@ -27,7 +27,7 @@ from hpcfsdp.comm import raise_together_over
 from hpcfsdp.engine.streams import streams_for
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.units import managed
-from hpcfsdp.units.dtensor_unit import RowUnit, row_unit_of, shard_rows
+from hpcfsdp.units.dtensor_unit import DTensorUnit, dtensor_unit_of, shard_rows
 from hpcfsdp.units.flat_unit import UNIT, unit_of
 from hpcfsdp.units.flatten import move_buffers, own_params
 from hpcfsdp.units.groups import resolve_mesh, with_dtensors
@@ -140,7 +140,7 @@ def shard_modules(
         shard_rows(entry, others.get(entry.given, mesh), dim, home, device)
         for entry, dim in zip(entries, dims, strict=True)
     ]
-    unit = RowUnit(
+    unit = DTensorUnit(
         " + ".join(type(each).__name__ for each in modules),
         modules,
         rows,
@@ -192,7 +192,7 @@ def _check_module(module: Any) -> None:
             f"fully_shard was given a {kind}, which has no forward in which its parameters could be gathered: shard "
             "the modules in it, or the module that calls them"
         )
-    if row_unit_of(module) is not None:
+    if dtensor_unit_of(module) is not None:
         raise ValueError(f"fully_shard was called twice with the same {kind}: call it once")
     for name, inner in module.named_modules():
         where = f"{name!r} in the {kind}" if name else f"the {kind}"
@@ -280,7 +280,7 @@ def _strategy(mesh: DeviceMesh | None) -> ShardingStrategy:
 class _StateHooks:
     """Hooks by which modules hold rows while a state dict is made or loaded, and adopt what was assigned."""
 
-    def __init__(self, unit: RowUnit | None) -> None:
+    def __init__(self, unit: DTensorUnit | None) -> None:
         self._unit = (lambda: None) if unit is None else weakref.ref(unit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _StateHooks:
@@ -304,7 +304,7 @@ class _StateHooks:
             unit.root.reshard([unit], meet=meet)
 
 
-def _register_state_hooks(unit: RowUnit) -> None:
+def _register_state_hooks(unit: DTensorUnit) -> None:
     hooks = _StateHooks(unit)
     for module in unit.modules:
         module.register_load_state_dict_post_hook(hooks.after_loading)  # type: ignore[no-untyped-call]

@@ -11,14 +11,14 @@ from hpcfsdp import _compat
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
 from hpcfsdp.hang.calls import public_call
-from hpcfsdp.units.flat_unit import ShardedUnit
+from hpcfsdp.units.flat_unit import FlatUnit
 from hpcfsdp.units.lazy_init import become_root
 
 PAST_FORWARD = frozenset({"generate"})
 """Methods of wrapped modules that compute without a call of the wrapper: those of transformers."""
 
 
-def guarded(unit: ShardedUnit, name: str, method: Any) -> Any:
+def guarded(unit: FlatUnit, name: str, method: Any) -> Any:
     """A method of the wrapped module that computes. Calls are collective.
 
     They raise an ``EngineError`` while parameters of the wrapper itself are sharded.
@@ -29,7 +29,7 @@ def guarded(unit: ShardedUnit, name: str, method: Any) -> Any:
     @public_call(name)
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if unit.phase is Phase.IDLE and not all(flat.is_unsharded or flat.shows_whole for flat in unit.flats):
+        if unit.phase is Phase.IDLE and not all(flat.is_unsharded or flat.shows_whole for flat in unit.sharded_params):
             raise EngineError(
                 f"{unit.name}: {name} runs the wrapped module without the wrapper's forward, so its parameters are "
                 "not gathered: call it within FullyShardedDataParallel.summon_full_params(model, recurse=False, "
@@ -75,7 +75,7 @@ class RefusesOtherWrappers:
         return False
 
 
-def refuse_ddp_around(unit: ShardedUnit) -> None:
+def refuse_ddp_around(unit: FlatUnit) -> None:
     """Called when a wrapper lists its own parameters, as torch's DistributedDataParallel does for all modules.
 
     Raises:

@@ -50,19 +50,19 @@ def param_info(model: nn.Module) -> dict[str, ParamInfo]:
     sharded: dict[tuple[nn.Module, str], tuple[torch.Size, torch.dtype, nn.Parameter, nn.Parameter]] = {}
     for unit in units_in(model):
         names.update(unit.param_names)
-        for group, flat in zip(unit.own.groups, unit.flats, strict=True):
+        for group, flat in zip(unit.own.groups, unit.sharded_params, strict=True):
             for entry, slot in zip(group, flat.layout.slots, strict=True):
                 stepped = entry.param if flat.use_orig_params else flat.parameter
                 found = torch.Size(slot.whole_shape), flat.layout.dtype, stepped, entry.param
                 sharded.update(dict.fromkeys(entry.places, found))
-    flats = {shard for _, _, shard, _ in sharded.values()}
+    sharded_params = {shard for _, _, shard, _ in sharded.values()}
     infos: dict[nn.Parameter, ParamInfo] = {}
     for path, module in model.named_modules():
         for name in names.get(module, tuple(module._parameters)):
             plain = module._parameters.get(name)
             if (module, name) in sharded:
                 shape, dtype, stepped, leaf = sharded[module, name]
-            elif plain is None or plain in flats:
+            elif plain is None or plain in sharded_params:
                 continue
             else:
                 shape, dtype, stepped, leaf = plain.shape, plain.dtype, plain, plain

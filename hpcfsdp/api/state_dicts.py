@@ -24,13 +24,13 @@ from hpcfsdp.state.optim import load as load_optimizer, rekey, save as save_opti
 from hpcfsdp.state.save import save_model
 from hpcfsdp.state.settings import StateDictFormat
 from hpcfsdp.state.within import LoadWithin
-from hpcfsdp.units.flat_unit import ShardedUnit
+from hpcfsdp.units.flat_unit import FlatUnit
 
 
 class StateDictMethods(nn.Module):
     """Methods of the wrapper."""
 
-    _unit: ShardedUnit
+    _unit: FlatUnit
 
     @public_call("state_dict")
     def state_dict(  # type: ignore[override]  # torch's has overloads for the type of `destination`

@@ -125,7 +125,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         mesh = resolve_mesh(process_group, device_mesh, sharding_strategy)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         if granularity != 1 and not callable(granularity):  # before anything is wrapped
-            managed = {param for unit in units_in(module) for flat in unit.flats for param in flat.stepped}
+            managed = {param for unit in units_in(module) for flat in unit.sharded_params for param in flat.stepped}
             for name, param in module.named_parameters():
                 if param not in managed and param not in ignored.params:
                     check_granularity(granularity, param.shape, name)
@@ -371,8 +371,8 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             yield (name.replace(f"{WRAPPED}.", "") if summoned else name), tensor
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        flats = [flat for unit in units_in(self) for flat in unit.flats]
-        for flat in flats:
+        sharded_params = [flat for unit in units_in(self) for flat in unit.sharded_params]
+        for flat in sharded_params:
             probe = torch.empty(0, dtype=flat.parameter.dtype, device=flat.device)
             after = fn(probe)
             if after.device != probe.device or after.dtype != probe.dtype:
@@ -380,7 +380,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
                     f"a sharded model cannot be moved or cast as a whole (from {probe.device}, {probe.dtype} to "
                     f"{after.device}, {after.dtype}): move or cast the module before wrapping it, or pass device_id"
                 )
-        managed = {param for flat in flats for param in (flat.parameter, *flat.leaves)}
+        managed = {param for flat in sharded_params for param in (flat.parameter, *flat.leaves)}
         for module in self.modules():
             if not isinstance(module, FullyShardedDataParallel):
                 _compat.apply_to_module(module, lambda t: t if t in managed else fn(t), recurse=False)  # type: ignore[no-untyped-call]

@@ -42,7 +42,7 @@ from hpcfsdp.bench.tables import Table, mib, readable
 from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.saving import rng
 from hpcfsdp.checkpoint.saving.content import Content, SaveArguments, bytes_in_memory, collect_content
-from hpcfsdp.checkpoint.saving.temporary import BlockWriter, Draft, extent_rows
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, TemporaryFile, extent_rows
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.comm.reduce import OptionalTensors
@@ -270,12 +270,14 @@ def _checkpoints(
     collected = meter("plan of a save", lambda: collect_content(comm, given))
     content, tensors = collected.content, collected.tensors
     if comm.rank == 0:
-        skeleton = meter("layout of the file, rank 0", content.skeleton)
+        metadata_image = meter("layout of the file, rank 0", content.metadata_image)
         sums = np.zeros(len(content.plan.blocks), np.uint64)
 
         meter(
             "table of the file, rank 0",
-            lambda plan=content.plan: skeleton.sealed(extent_rows(plan, skeleton.offsets, [sums.tobytes()]), None),
+            lambda plan=content.plan: metadata_image.sealed(
+                extent_rows(plan, metadata_image.offsets, [sums.tobytes()]), None
+            ),
         )
         if not path.exists():
             _write(path, content, tensors)
@@ -309,7 +311,7 @@ def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tens
 
 def _write(path: Path, content: Content, tensors: Sequence[StateTensor]) -> None:
     """Write the file as all ranks would: their shards hold what those of this rank hold, or zeros."""
-    plan, skeleton = content.plan, content.skeleton()
+    plan, metadata_image = content.plan, content.metadata_image()
     own, mine = set(plan.blocks_of(0).tolist()), bytes_in_memory(plan, tensors)
 
     def bytes_of(index: int) -> np.ndarray:
@@ -318,13 +320,13 @@ def _write(path: Path, content: Content, tensors: Sequence[StateTensor]) -> None
         tensor, numel = plan.blocks[["tensor", "numel"]][index].item()
         return np.zeros(numel * plan.specs[tensor].itemsize, np.uint8)
 
-    draft = Draft(Files(), path, "imagined")
-    draft.create(skeleton.nbytes)
-    with draft.opened() as fd:
-        writer = BlockWriter(draft.files, fd, plan, skeleton.offsets, bytes_of)
+    temporary = TemporaryFile(Files(), path, "imagined")
+    temporary.create(metadata_image.nbytes)
+    with temporary.opened() as fd:
+        writer = BlockWriter(temporary.files, fd, plan, metadata_image.offsets, bytes_of)
         sums = writer.write(np.arange(len(plan.blocks)))
     order = np.argsort(plan.blocks["rank"], kind="stable")
-    draft.commit(skeleton, extent_rows(plan, skeleton.offsets, [sums[order].tobytes()]))
+    temporary.commit(metadata_image, extent_rows(plan, metadata_image.offsets, [sums[order].tobytes()]))
 
 
 if __name__ == "__main__":

@@ -46,10 +46,10 @@ class Values:
         gathered: the event that the gather is done; changed by ``Context`` alone.
     """
 
-    def __init__(self, flats: Sequence[ShardedParams], name: str = "") -> None:
-        self.flats = tuple(flats)
+    def __init__(self, sharded_params: Sequence[ShardedParams], name: str = "") -> None:
+        self.sharded_params = tuple(sharded_params)
         self.name = name
-        self.gathers = tuple(flat for flat in self.flats if not flat.is_here)
+        self.gathers = tuple(flat for flat in self.sharded_params if not flat.is_here)
         self.takes_messages = any(flat.comm.spans_nodes for flat in self.gathers)
         self.is_gathered = False
         self.gathered: Any = None
@@ -57,7 +57,7 @@ class Values:
     @property
     def is_unsharded(self) -> bool:
         """Whether the leaves show them."""
-        return any(flat.is_unsharded for flat in self.flats)
+        return any(flat.is_unsharded for flat in self.sharded_params)
 
 
 def _gather(flat: ShardedParams, async_op: bool) -> Any:
@@ -104,7 +104,7 @@ class Context:
         """Have the leaves show the gathered values."""
         self.ahead.pop(values, None)
         self.streams.wait(Queue.COMPUTE, values.gathered, Wait.VALUES_GATHERED)
-        for flat in values.flats:
+        for flat in values.sharded_params:
             flat.bind()
 
     def reshard(self, values: Values) -> None:
@@ -112,7 +112,7 @@ class Context:
         if values in self.ahead or not self.streams.overlap:  # on the host other ranks may still read what is freed
             self.ahead.pop(values, None)
             self.streams.wait(Queue.COMPUTE, values.gathered, Wait.GATHERED_IN_VAIN)
-        for flat in values.flats:
+        for flat in values.sharded_params:
             flat.unbind()
         if values.is_gathered:
             values.is_gathered = False

@@ -62,28 +62,28 @@ class Root:
             lines: the ranks of `host` as shards and replicas; None if these are other ranks.
         """
         self.units = list(units)
-        flats = [flat for unit in units for flat in unit.flats]
-        self.device = flats[0].device if flats else everyone.device
+        sharded_params = [flat for unit in units for flat in unit.sharded_params]
+        self.device = sharded_params[0].device if sharded_params else everyone.device
         self._streams = streams or streams_for(self.device)
         self.in_backward = False
         self._backwards = 0  # how many have begun
         self._is_running = functools.partial(_runs_backward, weakref.ref(self))
-        self._offloads = any(flat.is_offloaded for flat in flats)
+        self._offloads = any(flat.is_offloaded for flat in sharded_params)
         self._host_shards = self._offloads or not self._streams.overlap
-        self._resident = [flat for flat in flats if flat.is_resident]
+        self._resident = [flat for flat in sharded_params if flat.is_resident]
         meeting = [flat.comm for flat in self._resident]
         if host is not None and host.size > 1:
             meeting.append(host)
         self._host, self._lines = host, lines
         self._counted_by = (host, everyone)
         self._meeting = list(dict.fromkeys(meeting))
-        self._order = Order(host or everyone, label, number, confirm=len(self._resident) < len(flats))
+        self._order = Order(host or everyone, label, number, confirm=len(self._resident) < len(sharded_params))
         self.context = Context(self._streams, self._order, {unit.name: unit.values for unit in units})
         for unit in units:
             unit.attach(self.context, self._begin_backward)
         self._depth = 0
         self._is_transformed = False  # whether a function of torch.func calls the model
-        self._changeable = [flat for flat in flats if flat.may_change_before_backward]
+        self._changeable = [flat for flat in sharded_params if flat.may_change_before_backward]
         self._versions = self._current_versions()  # when ranks met
         self._is_stepped = False  # whether an optimizer has stepped since
         self._read_over: set[Communicator] = set()  # ranks that may still read what modules have shown
@@ -169,7 +169,9 @@ class Root:
         for unit in units:
             if unit.phase is Phase.IDLE and (unit.values.is_gathered or unit.values.is_unsharded or unit.is_kept):
                 freed = True
-                self._read_over.update(flat.comm for flat in unit.flats if flat.is_unsharded and flat.is_resident)
+                self._read_over.update(
+                    flat.comm for flat in unit.sharded_params if flat.is_unsharded and flat.is_resident
+                )
                 unit.hide()
                 unit.reshard()
         if self._is_in_pass:
@@ -268,7 +270,11 @@ class Root:
     def before_step(self, params: Collection[nn.Parameter]) -> None:
         """An optimizer steps `params` next. Collective as ``reshard`` if some are of this root."""
         # Others may be of a model that is gone, and that the ranks have forgotten at different times.
-        stepped = [unit for unit in self.units if any(param in params for flat in unit.flats for param in flat.stepped)]
+        stepped = [
+            unit
+            for unit in self.units
+            if any(param in params for flat in unit.sharded_params for param in flat.stepped)
+        ]
         if not self._is_in_pass:
             self.reshard(self.units, meet=bool(stepped))
         self._is_stepped |= bool(stepped)
@@ -331,7 +337,7 @@ class Root:
 
     def _adopt_user_data(self) -> None:
         for unit in self.units:
-            for flat in unit.flats if unit.phase is Phase.IDLE else ():
+            for flat in unit.sharded_params if unit.phase is Phase.IDLE else ():
                 flat.adopt_user_data()
 
     def _publish(self, what: str, unit: Unit | None = None) -> None:

@@ -71,7 +71,7 @@ class Unit:
     def __init__(
         self,
         name: str,
-        flats: Sequence[ShardedParams],
+        sharded_params: Sequence[ShardedParams],
         views: Sequence[ComputedView] = (),
     ) -> None:
         self.name = name
@@ -94,7 +94,7 @@ class Unit:
         self._hooked: dict[nn.Parameter, RemovableHandle] = {}
         self._detached: set[nn.Parameter] = set()  # leaves with optimizers in backward, which are deferred
         self.reduce_options = ReduceOptions()
-        self.hold(flats)
+        self.hold(sharded_params)
         self._calls: list[Call] = []  # with a backward under way
         self._counted: set[Any] = set()  # accumulators that will run, or have run, in this backward
         # Gradients that each leaf is still to get, by run of autograd: reentrant checkpoints have their own.
@@ -105,16 +105,18 @@ class Unit:
         self._enqueues_at_the_end = False
         self._arguments: Arguments | None = None  # of the forward that is running
 
-    def hold(self, flats: Sequence[ShardedParams]) -> None:
+    def hold(self, sharded_params: Sequence[ShardedParams]) -> None:
         """Not collective, at rest, without a root. Own these flat parameters, and no others."""
-        self.flats = tuple(flats)
-        self.values = Values(self.flats, self.name)
-        self.grads = tuple(FlatGrad(flat, self.reduce_options) for flat in self.flats if flat.is_differentiable)
+        self.sharded_params = tuple(sharded_params)
+        self.values = Values(self.sharded_params, self.name)
+        self.grads = tuple(
+            FlatGrad(flat, self.reduce_options) for flat in self.sharded_params if flat.is_differentiable
+        )
         self.keeps_back = self._keeps_back
         for handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
-        self._renews_accumulators = any(flat.changes_kind for flat in self.flats)
+        self._renews_accumulators = any(flat.changes_kind for flat in self.sharded_params)
         self.look_at_leaves()
 
     @property
@@ -169,9 +171,9 @@ class Unit:
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...], Any]:
         """Collective. Gather the parameters. Returns the call, and the arguments to call the module with."""
         call = Call()
-        if self.flats:
+        if self.sharded_params:
             self._gather_for_forward()
-        hook = _weak_hook(Unit._input_done, self, call) if self.flats and _compat.records_backward() else None
+        hook = _weak_hook(Unit._input_done, self, call) if self.sharded_params and _compat.records_backward() else None
         if hook is not None or self.input_dtype is not None:
             self._arguments = Arguments(self.name, self.input_dtype, hook)
             args, kwargs = self._arguments.lend(args, kwargs)
@@ -189,7 +191,7 @@ class Unit:
         self.context.streams.proceed()
         arguments, self._arguments = self._arguments, None
         written = [] if arguments is None else arguments.restore()
-        if self.flats and not _compat.in_transform():
+        if self.sharded_params and not _compat.in_transform():
             if torch.is_grad_enabled():
                 arguments = arguments or Arguments(self.name, None, None)  # the module has switched gradients on
                 call.inputs, call.is_open = arguments.nodes()
@@ -204,7 +206,7 @@ class Unit:
                     call.versions = [grad.flat.versions for grad in self.grads]
             elif any(map(self._is_own, tensors_in(outputs))):
                 outputs = Visit(lambda tensor, _in_object: self._lend(tensor))(outputs)
-            if torch.is_autocast_enabled(self.flats[0].device.type) and torch.is_autocast_cache_enabled():
+            if torch.is_autocast_enabled(self.sharded_params[0].device.type) and torch.is_autocast_cache_enabled():
                 torch.clear_autocast_cache()  # its casts of weights, which are freed too
         return outputs
 
@@ -230,7 +232,7 @@ class Unit:
     def unbind(self) -> None:
         """Not collective. Have modules hold what they hold at rest, whether the values stay or not."""
         self.hide()
-        for flat in self.flats:
+        for flat in self.sharded_params:
             flat.unbind()
 
     def lend(self, *, stays: bool) -> None:
@@ -465,7 +467,7 @@ class Unit:
 
     def _follow_leaves(self) -> None:
         """Follow changes of ``requires_grad`` since the last call."""
-        for flat in self.flats:
+        for flat in self.sharded_params:
             if flat.steps_leaves:
                 if self._defer_hooks(flat):
                     self._accumulators = None
@@ -510,7 +512,7 @@ class Unit:
     def _is_own(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor views values of the unit."""
         parts = (tensor,) if type(tensor) is torch.Tensor else _compat.inner_tensors(tensor)
-        return any(flat.owns_memory_of(part) for flat in self.flats for part in parts)
+        return any(flat.owns_memory_of(part) for flat in self.sharded_params for part in parts)
 
     def _lend(self, output: torch.Tensor) -> torch.Tensor:
         """An output of the forward for the program: it must not be a leaf, which may show other values later."""

@@ -166,12 +166,12 @@ class RunLock:
 
     def _create(self) -> bool:
         """Create the file, unless there is one."""
-        draft = self.path.with_name(f".{NAME}.{self._mine.token}")
+        temporary = self.path.with_name(f".{NAME}.{self._mine.token}")
         text = json.dumps(dataclasses.asdict(self._mine)).encode() + b"\n"
-        with safe_files.create(draft) as file:
+        with safe_files.create(temporary) as file:
             file.write(text)
         try:
-            os.link(draft, self.path)  # the file appears with its content
+            os.link(temporary, self.path)  # the file appears with its content
         except FileExistsError:
             return False
         except OSError:  # a file system without links
@@ -181,7 +181,7 @@ class RunLock:
             except FileExistsError:
                 return False
         finally:
-            draft.unlink()
+            temporary.unlink()
         return True
 
     def _remove(self, found: Holder | None) -> None:

@@ -14,7 +14,7 @@ from hpcfsdp import accelerator, env
 from hpcfsdp.comm import Communicator
 from hpcfsdp.launch.versions import versions
 from hpcfsdp.observe import flops
-from hpcfsdp.units.dtensor_unit import row_units_in
+from hpcfsdp.units.dtensor_unit import dtensor_units_in
 from hpcfsdp.units.flat_unit import units_in
 from hpcfsdp.world import current_world
 
@@ -59,7 +59,7 @@ def agree_on_facts(
         peak_flops = flops.measured_peak(device, dtype)
     peak = torch.tensor([peak_flops], dtype=torch.float64, device=comm.device)
     comm.all_reduce(peak, "sum")
-    units = [] if model is None else [*units_in(model), *row_units_in(model)]
+    units = [] if model is None else [*units_in(model), *dtensor_units_in(model)]
     return Facts(
         rank,
         max((unit.mesh.size("tensor") for unit in units), default=1),

@@ -10,7 +10,7 @@ from torch import nn
 
 from hpcfsdp import accelerator
 from hpcfsdp.observe.held_memory import flat_params
-from hpcfsdp.units.dtensor_unit import row_units_in
+from hpcfsdp.units.dtensor_unit import dtensor_units_in
 
 _LONG_ENOUGH_S = 0.01
 _SIZES = (256, 8192)
@@ -19,18 +19,18 @@ _REPEATS = 3
 
 def count_elements(model: nn.Module) -> tuple[int, int]:
     """Not collective. Elements of the whole model's parameters, and of those that are trained; tied ones count once."""
-    flats = flat_params(model)
-    if not flats:  # DTensors have the whole shape
+    sharded_params = flat_params(model)
+    if not sharded_params:  # DTensors have the whole shape
         sizes = [(param.numel(), param.requires_grad) for param in model.parameters()]
     else:
-        pairs = [pair for flat in flats for pair in zip(flat.layout.slots, flat.leaves, strict=True)]
+        pairs = [pair for flat in sharded_params for pair in zip(flat.layout.slots, flat.leaves, strict=True)]
         sizes = [(math.prod(slot.whole_shape), leaf.requires_grad) for slot, leaf in pairs]
     return sum(numel for numel, _ in sizes), sum(numel for numel, is_trained in sizes if is_trained)
 
 
 def training_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of most elements that modules compute with; float32 for a model without parameters."""
-    lowered = [unit.mixed_precision.param_dtype for unit in row_units_in(model)]
+    lowered = [unit.mixed_precision.param_dtype for unit in dtensor_units_in(model)]
     if any(lowered):
         return next(dtype for dtype in lowered if dtype is not None)
     counts: dict[torch.dtype, int] = {}

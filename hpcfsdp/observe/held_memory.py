@@ -16,7 +16,7 @@ from hpcfsdp import _compat, accelerator
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.sharded_params import ShardedParams
 from hpcfsdp.params.storage import Resident
-from hpcfsdp.units.dtensor_unit import row_units_in
+from hpcfsdp.units.dtensor_unit import dtensor_units_in
 from hpcfsdp.units.flat_unit import units_in
 
 _RESET_PEAK = b"5"
@@ -110,8 +110,10 @@ class Holdings:
         self._num_states = -1
         self.bytes = HeldBytes()
         if model is not None:
-            flats = flat_params(model)
-            self.bytes.parameters = sum(map(_shard_bytes, flats)) if flats else _bytes_of(model.parameters())
+            sharded_params = flat_params(model)
+            self.bytes.parameters = (
+                sum(map(_shard_bytes, sharded_params)) if sharded_params else _bytes_of(model.parameters())
+            )
 
     def look_at_gradients(self) -> None:
         """Not collective. Gradients are complete now. Counts them in calls 1, 2, 4, 8, ..."""
@@ -127,8 +129,8 @@ class Holdings:
             return
         self._num_states = num_states
         if self._model is not None:
-            units = (*units_in(self._model), *row_units_in(self._model))
-            self.bytes.shared = sum(_shared_bytes(flat) for unit in units for flat in unit.flats)
+            units = (*units_in(self._model), *dtensor_units_in(self._model))
+            self.bytes.shared = sum(_shared_bytes(flat) for unit in units for flat in unit.sharded_params)
         if self._optimizer is None:
             return
         values = (value for state in self._optimizer.state.values() for value in state.values())
@@ -153,7 +155,7 @@ class Holdings:
 
 def flat_params(model: nn.Module) -> list[FlatParam]:
     """Not collective. The flat parameters of a model; empty unless it has a ``FullyShardedDataParallel``."""
-    return [flat for unit in units_in(model) for flat in unit.flats]
+    return [flat for unit in units_in(model) for flat in unit.sharded_params]
 
 
 def _shard_bytes(flat: ShardedParams) -> int:

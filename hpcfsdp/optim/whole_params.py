@@ -23,7 +23,7 @@ from hpcfsdp.reshard.placements import mesh_boxes, rows_on_mesh
 from hpcfsdp.reshard.whole import is_cut
 from hpcfsdp.state.model import named_flat_params, units_of
 from hpcfsdp.state.wrappers import clean_fqn
-from hpcfsdp.units.dtensor_unit import Rows, row_units_in
+from hpcfsdp.units.dtensor_unit import Rows, dtensor_units_in
 from hpcfsdp.units.group_cache import GroupCache
 from hpcfsdp.units.unit_mesh import Dim, UnitMesh
 
@@ -71,9 +71,9 @@ def whole_params(model: nn.Module, *, joins_blocks: bool) -> dict[nn.Parameter, 
     """
     units_of(model)  # which get the ranks of others
     known: Known = {}
-    found = {whole.param: whole for whole in _of_flats(model, joins_blocks, known)}
+    found = {whole.param: whole for whole in _of_sharded_params(model, joins_blocks, known)}
     names = {param: clean_fqn(name) for name, param in model.named_parameters()}
-    for unit in row_units_in(model):
+    for unit in dtensor_units_in(model):
         for each in unit.rows:
             param = each.param.sharded
             found[param] = _of_rows(each, names.get(param, f"{unit.name}.{each.fqn}"), joins_blocks, known)
@@ -98,7 +98,7 @@ def _comm(mesh: UnitMesh, dims: tuple[Dim, ...]) -> Communicator:
     return comm
 
 
-def _of_flats(model: nn.Module, joins_blocks: bool, known: Known) -> Iterator[WholeParam]:
+def _of_sharded_params(model: nn.Module, joins_blocks: bool, known: Known) -> Iterator[WholeParam]:
     for unit, flat, layout in named_flat_params(model):
         if not flat.use_orig_params:
             continue

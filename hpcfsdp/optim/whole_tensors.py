@@ -212,13 +212,13 @@ class WholeTensors(torch.optim.Optimizer):
     def _found(self, groups: Iterable[Mapping[str, Any]]) -> list[WholeParam]:
         """Collective over all ranks of the model, the first time. The parameters in groups, one after the other."""
         known = whole_params(self._model, joins_blocks=self._joins_blocks)
-        flats = {flat.parameter for _, flat, _ in named_flat_params(self._model) if not flat.use_orig_params}
+        sharded_params = {flat.parameter for _, flat, _ in named_flat_params(self._model) if not flat.use_orig_params}
         taken = set(self._params.values())
         found: list[WholeParam] = []
         with raise_together(self._ranks):
             for number, group in enumerate(groups):
                 for given in group["params"]:
-                    each = _checked(given[1] if isinstance(given, tuple) else given, number, known, flats)
+                    each = _checked(given[1] if isinstance(given, tuple) else given, number, known, sharded_params)
                     if each.param in taken:
                         raise UsageError(
                             f"WholeTensors: {each.name!r} is in two groups, or in one twice: leave it in one"
@@ -539,11 +539,11 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _checked(param: Any, number: int, known: Mapping[Any, WholeParam], flats: Collection[Any]) -> WholeParam:
+def _checked(param: Any, number: int, known: Mapping[Any, WholeParam], sharded_params: Collection[Any]) -> WholeParam:
     """The parameter of the model that is in group `number`."""
     if not isinstance(param, torch.Tensor):
         raise TypeError(f"WholeTensors: a parameter in group {number} is of {type(param).__name__}: give tensors")
-    if param in flats:
+    if param in sharded_params:
         raise UsageError(
             f"WholeTensors: group {number} has a flat parameter, which has no whole tensors to step: wrap the model "
             "with use_orig_params=True"

@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowSlot:
+class DTensorSlot:
     """The place of one parameter, or of this rank's block of it, in both buffers.
 
     Attributes:
@@ -105,10 +105,10 @@ class RowSlot:
 
 
 @dataclass(frozen=True)
-class RowLayout:
+class DTensorLayout:
     """Parameters of one dtype, cut into rows. Made by ``plan``."""
 
-    slots: tuple[RowSlot, ...]
+    slots: tuple[DTensorSlot, ...]
     dtype: torch.dtype
     num_shards: int
     shard_numel: int
@@ -124,7 +124,7 @@ class RowLayout:
         num_shards: int,
         *,
         itemsize: int | None = None,
-    ) -> RowLayout:
+    ) -> DTensorLayout:
         """Lay out parameters in the given order.
 
         Args:
@@ -134,11 +134,13 @@ class RowLayout:
             itemsize: bytes of an element where it takes the fewest, for the alignment; by default those of `dtype`.
         """
         align = max(1, ALIGNMENT_BYTES // (itemsize or dtype.itemsize))
-        slots: list[RowSlot] = []
+        slots: list[DTensorSlot] = []
         # No parameter has the address of the memory that all of them are in: transports know shared memory by that.
         offset, start = 0, align
         for fqn, shape, dim, aliases, block in params:
-            slot = RowSlot(fqn, tuple(shape), dim, -(-shape[dim] // num_shards), offset, start, tuple(aliases), block)
+            slot = DTensorSlot(
+                fqn, tuple(shape), dim, -(-shape[dim] // num_shards), offset, start, tuple(aliases), block
+            )
             slots.append(slot)
             offset = round_up(offset + slot.chunk_numel, align)
             start = round_up(start + slot.numel, align)

@@ -18,7 +18,7 @@ from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work, segment
 from hpcfsdp.errors import EngineError
-from hpcfsdp.params.dtensor_layout import RowLayout
+from hpcfsdp.params.dtensor_layout import DTensorLayout
 from hpcfsdp.params.layout import contiguous_strides
 from hpcfsdp.params.precision import Dtypes
 from hpcfsdp.params.sharded_params import ShardedParams, other_in_place_of
@@ -29,7 +29,7 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
-class RowParam:
+class DTensorParam:
     """One parameter that ranks share by rows.
 
     Attributes:
@@ -89,23 +89,23 @@ def _keeps_only_registry(module: nn.Module) -> bool:
     return type(module).__setattr__ is nn.Module.__setattr__
 
 
-class RowParams(ShardedParams):
-    """Parameters of one dtype and device, laid out by a ``RowLayout`` and sharded over `comm`.
+class DTensorParams(ShardedParams):
+    """Parameters of one dtype and device, laid out by a ``DTensorLayout`` and sharded over `comm`.
 
     Attributes:
         params: with their ``DTensor``s, in the order of the layout's slots.
         shard: this rank's rows, 1-D, ``layout.shard_numel`` elements; None where they are in shared memory.
     """
 
-    layout: RowLayout
+    layout: DTensorLayout
     may_change_before_backward = True
     hides_whole_norm = False  # a DTensor knows the other ranks' part
     shows_held = False
 
     def __init__(
         self,
-        params: Sequence[RowParam],
-        layout: RowLayout,
+        params: Sequence[DTensorParam],
+        layout: DTensorLayout,
         comm: Communicator,
         *,
         reduce_comm: Communicator | None = None,
@@ -156,8 +156,8 @@ class RowParams(ShardedParams):
             leaf.requires_grad_(param.sharded.requires_grad)
         self._buffer.free()
         # In each call of a unit: most modules have a registry alone.
-        self._plain: list[tuple[dict[str, nn.Parameter | None], str, RowParam, nn.Parameter]] = []
-        self._others: list[tuple[RowParam, nn.Parameter]] = []
+        self._plain: list[tuple[dict[str, nn.Parameter | None], str, DTensorParam, nn.Parameter]] = []
+        self._others: list[tuple[DTensorParam, nn.Parameter]] = []
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._lends = False
         for param, leaf in zip(self.params, self.leaves, strict=True):

@@ -12,7 +12,7 @@ from torch import nn
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
-from hpcfsdp.params.dtensor_layout import RowLayout
+from hpcfsdp.params.dtensor_layout import DTensorLayout
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.params.precision import Dtypes
 from hpcfsdp.params.storage import Buffer, Resident
@@ -47,7 +47,7 @@ class ShardedParams(abc.ABC):
         shows_held: whether ``grad`` shows the gradients that ``no_sync`` holds.
     """
 
-    layout: FlatLayout | RowLayout
+    layout: FlatLayout | DTensorLayout
     leaves: Sequence[nn.Parameter]
     steps_leaves = False
     steps_each = True

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from hpcfsdp.errors import UsageError
-from hpcfsdp.params.dtensor_layout import RowLayout
+from hpcfsdp.params.dtensor_layout import DTensorLayout
 from hpcfsdp.params.granularity import Granularity
 from hpcfsdp.params.layout import FlatLayout, round_up
 from hpcfsdp.params.precision import Dtypes
@@ -138,7 +138,7 @@ class Group:
     members: tuple[int, ...]
     params: tuple[Param, ...]
     dtypes: Dtypes
-    layout: FlatLayout | RowLayout
+    layout: FlatLayout | DTensorLayout
     stepped: tuple[int, ...]
     trained: bool
 
@@ -150,7 +150,7 @@ class Group:
     @property
     def gathered_numel(self) -> int:
         """Elements that modules compute with, with gaps."""
-        return self.layout.whole_numel if isinstance(self.layout, RowLayout) else self.layout.padded_numel
+        return self.layout.whole_numel if isinstance(self.layout, DTensorLayout) else self.layout.padded_numel
 
     @cached_property
     def shard_bytes(self) -> int:
@@ -171,7 +171,7 @@ def groups_of(unit: PlannedUnit, setup: Setup) -> tuple[Group, ...]:
 
 def _group(members: Sequence[int], params: Sequence[Param], setup: Setup, dtype: torch.dtype, trained: bool) -> Group:
     dtypes = setup.precision.dtypes(dtype)
-    layout: FlatLayout | RowLayout
+    layout: FlatLayout | DTensorLayout
     stepped: tuple[int, ...]
     if setup.front == "class":
         layout = FlatLayout.plan(
@@ -185,7 +185,7 @@ def _group(members: Sequence[int], params: Sequence[Param], setup: Setup, dtype:
     else:
         shapes = [param.shape or (1,) for param in params]
         given = [(param.fqn, shape, 0, (), None) for param, shape in zip(params, shapes, strict=True)]
-        layout = RowLayout.plan(given, dtype, setup.shards, itemsize=dtypes.itemsize)
+        layout = DTensorLayout.plan(given, dtype, setup.shards, itemsize=dtypes.itemsize)
         stepped = tuple(slot.chunk_numel for slot in layout.slots)  # of rank 0: no rank has more
     return Group(tuple(members), tuple(params), dtypes, layout, stepped, trained)
 

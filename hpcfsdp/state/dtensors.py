@@ -21,7 +21,7 @@ from hpcfsdp.errors import CheckpointError
 from hpcfsdp.reshard.placements import rows_on_mesh
 from hpcfsdp.reshard.whole import is_cut
 from hpcfsdp.state.tensors import NO_RUNS, LocalPiece, Runs, StateTensor, unsharded
-from hpcfsdp.units.dtensor_unit import row_units_in
+from hpcfsdp.units.dtensor_unit import dtensor_units_in
 from hpcfsdp.units.flat_unit import units_in
 
 
@@ -36,7 +36,7 @@ class DTensorRanks:
         """Not collective."""
         meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
         # Modules hold whole parameters after a forward.
-        meshes.update(each.param.sharded.device_mesh for unit in row_units_in(model) for each in unit.rows)
+        meshes.update(each.param.sharded.device_mesh for unit in dtensor_units_in(model) for each in unit.rows)
         self._meshes = _joined(meshes)
         self._groups = {m.process_group for m in model.modules() if isinstance(m, DistributedDataParallel)}
         self._has_units = bool(units_in(model))

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel as Torch
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.state.model import persistent_tensors
 from hpcfsdp.state.optim.keys import StepsWholeTensors
-from hpcfsdp.units.flat_unit import ShardedUnit, unit_of
+from hpcfsdp.units.flat_unit import FlatUnit, unit_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Taking:
     def model(self, model: nn.Module) -> None:
         facts, numbers = self.facts, self._numbers
         modules, places = [model], {id(model): 0}
-        units: list[ShardedUnit] = []
+        units: list[FlatUnit] = []
         found: list[torch.Tensor] = []
         kinds: set[type] = set()
         for module in modules:  # which grows
@@ -92,7 +92,7 @@ class _Taking:
                     facts += (name, number)
             if (unit := unit_of(module)) is not None:
                 units.append(unit)
-                facts.append(len(unit.flats))
+                facts.append(len(unit.sharded_params))
         if any(issubclass(kind, (FSDPModule, TorchFSDP)) for kind in kinds):
             raise _Unusual
         sharded: set[int] = set()
@@ -117,10 +117,10 @@ class _Taking:
         if count != len(states):  # some of it belongs to no parameter
             raise _Unusual
 
-    def _unit(self, unit: ShardedUnit, sharded: set[int]) -> None:
+    def _unit(self, unit: FlatUnit, sharded: set[int]) -> None:
         if unit.phase is Phase.SUMMON:
             raise _Unusual
-        for flat in unit.flats:
+        for flat in unit.sharded_params:
             flat.adopt_user_data()  # which may have been assigned in place of the shard
             owned = [id(flat.parameter), *map(id, flat.leaves)]
             sharded.update(owned)

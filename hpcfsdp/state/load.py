@@ -27,7 +27,7 @@ from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.shown import flat_numel
 from hpcfsdp.state.tensors import Rank0Tensor
 from hpcfsdp.units import summon
-from hpcfsdp.units.flat_unit import ShardedUnit, flat_param_name
+from hpcfsdp.units.flat_unit import FlatUnit, flat_param_name
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 
@@ -39,7 +39,7 @@ class Agreed(NamedTuple):
         names_differ: whether a rank has names on one side alone.
     """
 
-    units: list[ShardedUnit]
+    units: list[FlatUnit]
     names_differ: bool
 
 
@@ -160,7 +160,7 @@ def _difference(tables: list[dict[str, str]]) -> str:
 def commit(reading: Reading, first: Rank0Source | None) -> None:
     """Collective over the ranks of the model. Copy the values that have been found."""
     for unit in reading.units:
-        for flat in unit.flats:
+        for flat in unit.sharded_params:
             if flat in reading.found:
                 _fill(reading.sharded[flat], flat, _one_slot(flat), [reading.found[flat]])
             else:
@@ -234,7 +234,7 @@ def _undoing(reading: Reading) -> Callable[[], None]:
 
     Non-persistent buffers are not copied: they are no part of a state dict.
     """
-    tensors = [flat.parameter.data for unit in reading.units for flat in unit.flats]
+    tensors = [flat.parameter.data for unit in reading.units for flat in unit.sharded_params]
     before = [(tensor, tensor.detach().clone()) for tensor in (*tensors, *reading.plain)]
     inside = {module for unit in reading.units for module in unit.wrapper.modules()}
     registries: list[dict[str, Any]] = [module._buffers for module in reading.module.modules()]

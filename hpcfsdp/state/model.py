@@ -22,7 +22,7 @@ from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import StateTensor
 from hpcfsdp.state.wrappers import CleanNames
 from hpcfsdp.units.build import join_tp_group
-from hpcfsdp.units.flat_unit import ShardedUnit, unit_of, units_in
+from hpcfsdp.units.flat_unit import FlatUnit, unit_of, units_in
 from hpcfsdp.units.group_cache import GroupCache
 from hpcfsdp.units.unit_mesh import UnitMesh
 
@@ -33,7 +33,7 @@ _IN_STATE_DICTS = CleanNames()
 """State dicts leave out only the names that hpcfsdp, torch.compile and checkpoint_wrapper add."""
 
 
-def units_of(model: nn.Module) -> list[ShardedUnit]:
+def units_of(model: nn.Module) -> list[FlatUnit]:
     """Collective over the ranks of the model, the first time. Its units, outer ones first.
 
     Units without tensor parallelism get the tensor-parallel ranks of the others, as they do inside of an outer unit.
@@ -46,7 +46,7 @@ def units_of(model: nn.Module) -> list[ShardedUnit]:
     return units
 
 
-def largest_mesh(units: Iterable[ShardedUnit]) -> UnitMesh:
+def largest_mesh(units: Iterable[FlatUnit]) -> UnitMesh:
     """The mesh with the most ranks."""
     return max((unit.mesh for unit in units), key=lambda mesh: mesh.size())
 
@@ -94,26 +94,26 @@ def device_of(model: nn.Module) -> torch.device:
     Offloaded parameters are in host memory.
     """
     units = (unit for module in model.modules() if (unit := unit_of(module)) is not None)
-    for flat in (flat for unit in units for flat in unit.flats):
+    for flat in (flat for unit in units for flat in unit.sharded_params):
         return flat.device
     return next((param.device for param in model.parameters() if not param.is_meta), torch.device("cpu"))
 
 
 def named_flat_params(
     model: nn.Module, name_of: Callable[[str, str], str] = _IN_STATE_DICTS
-) -> Iterator[tuple[ShardedUnit, FlatParam, FlatLayout]]:
+) -> Iterator[tuple[FlatUnit, FlatParam, FlatLayout]]:
     """Each flat parameter, its unit, and its layout under the names that parameters have in the whole model.
 
     Args:
         name_of: see ``FlatLayout.known_as``; by default the names that a state dict has.
     """
-    paths: dict[ShardedUnit, list[str]] = {}
+    paths: dict[FlatUnit, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         unit = unit_of(module)
         if unit is not None:
             paths.setdefault(unit, []).append(path)
     for unit, known_as in paths.items():
-        for flat in unit.flats:
+        for flat in unit.sharded_params:
             flat.adopt_user_data()  # which may have been assigned in place of the shard
             yield unit, flat, flat.layout.known_as(tuple(known_as), name_of)
 
@@ -178,8 +178,8 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
 
 def plain_tensors(model: nn.Module) -> dict[torch.Tensor, list[str]]:
     """Parameters that no unit owns, and persistent buffers, with all their names without those of wrappers."""
-    flats = [flat for wrapper in units_of(model) for flat in wrapper.flats]
-    flat_shards = {shard for flat in flats for shard in (flat.parameter, *flat.leaves)}
+    sharded_params = [flat for wrapper in units_of(model) for flat in wrapper.sharded_params]
+    flat_shards = {shard for flat in sharded_params for shard in (flat.parameter, *flat.leaves)}
     name_of = CleanNames.of(model)
     whole: dict[torch.Tensor, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -25,7 +25,7 @@ from hpcfsdp.state.settings import kind_of
 from hpcfsdp.state.shown import StandIn, flat_numel, flat_params_shown, orig_params_shown, put_back, shown_for
 from hpcfsdp.state.sources import check_source, digest_of, facts_of, is_extra_state, source_of
 from hpcfsdp.state.wrappers import clean_fqn, with_clean_names
-from hpcfsdp.units.flat_unit import ShardedUnit, flat_param_name, unit_of, units_in
+from hpcfsdp.units.flat_unit import FlatUnit, flat_param_name, unit_of, units_in
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 Hook = tuple[nn.Module, Callable[..., Any]]
@@ -75,7 +75,7 @@ class Reading:
     found: dict[Any, Any] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     states: list[tuple[nn.Module, Any]] = field(default_factory=list)
-    hooks: dict[ShardedUnit, list[Hook]] = field(default_factory=dict)
+    hooks: dict[FlatUnit, list[Hook]] = field(default_factory=dict)
     hooks_at_rest: list[Hook] = field(default_factory=list)
     replaced: list[tuple[Callable[[torch.Tensor], None], Incoming]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Reading:
     _is_empty: bool = False
 
     @property
-    def units(self) -> list[ShardedUnit]:
+    def units(self) -> list[FlatUnit]:
         return units_in(self.module)
 
     @functools.cached_property
@@ -99,7 +99,7 @@ class Reading:
         """
         found: dict[Any, UnitMesh] = {}
         for unit in self.units:
-            for flat in unit.flats:
+            for flat in unit.sharded_params:
                 found[flat] = unit.mesh.with_tensor(None)
                 found.update(dict.fromkeys(flat.leaves, unit.mesh))
         return found
@@ -127,7 +127,7 @@ class Reading:
             StateDictError: two names are one without those of wrappers.
         """
         for unit in self.units:
-            for flat in unit.flats:
+            for flat in unit.sharded_params:
                 flat.adopt_user_data()
         # Versions of wrapped modules come after those of their wrappers, and are the ones that count.
         self._metadata = {clean_fqn(path, prefix).rstrip("."): facts for path, facts in (metadata or {}).items()}
@@ -188,19 +188,19 @@ class Reading:
         return lines
 
     @contextlib.contextmanager
-    def _blank(self, unit: ShardedUnit) -> Iterator[None]:
+    def _blank(self, unit: FlatUnit) -> Iterator[None]:
         """A context in which the modules of a unit have parameters without memory or value."""
         if kind_of(unit, unit.state_dict_settings.state_dict_type) is StateDictType.LOCAL_STATE_DICT:
-            flats = unit.flats
-            blanks = {flat: _blank_param((flat_numel(flat.layout),), flat.layout.dtype) for flat in flats}
-            for index, flat in enumerate(flats):
+            sharded_params = unit.sharded_params
+            blanks = {flat: _blank_param((flat_numel(flat.layout),), flat.layout.dtype) for flat in sharded_params}
+            for index, flat in enumerate(sharded_params):
                 self._shown[unit.flat_owner, flat_param_name(index)] = _Shown(flat, blanks[flat])
             with flat_params_shown(unit, blanks):
                 yield
             return
         values = {
             leaf: _blank_param(slot.whole_shape, flat.layout.dtype)
-            for flat in unit.flats
+            for flat in unit.sharded_params
             for leaf, slot in zip(flat.leaves, flat.layout.slots, strict=True)
         }
         for entry in unit.own.entries:

@@ -27,7 +27,7 @@ from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.shown import StandIn, flat_numel, flat_params_shown, orig_params_shown, shown_for
 from hpcfsdp.state.sources import digest_of
 from hpcfsdp.state.wrappers import clean_fqn, with_clean_names
-from hpcfsdp.units.flat_unit import ShardedUnit, flat_param_name, units_in
+from hpcfsdp.units.flat_unit import FlatUnit, flat_param_name, units_in
 from hpcfsdp.units.mixed_precision import modules_outside
 from hpcfsdp.units.unit_mesh import UnitMesh
 
@@ -45,20 +45,20 @@ class _Call:
 
     settings: StateDictSettings
     keep_vars: bool
-    values: dict[ShardedUnit, Mapping[Any, torch.Tensor]] = field(default_factory=dict)
+    values: dict[FlatUnit, Mapping[Any, torch.Tensor]] = field(default_factory=dict)
     copies: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = field(default_factory=dict)
     gathered: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
-    def kind_of(self, unit: ShardedUnit) -> StateDictType:
+    def kind_of(self, unit: FlatUnit) -> StateDictType:
         """What the unit gives."""
         return kind_of(unit, self.settings.state_dict_type)
 
-    def form_of(self, unit: ShardedUnit) -> StateDictFormat:
+    def form_of(self, unit: FlatUnit) -> StateDictFormat:
         """How the unit shows tensors."""
         sharded = self.kind_of(unit) is StateDictType.SHARDED_STATE_DICT
         return StateDictFormat.of(self.settings.state_dict_config, sharded=sharded)
 
-    def shown(self, unit: ShardedUnit, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def shown(self, unit: FlatUnit, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The tensor that a unit shows for one that it does not shard."""
         if self.kind_of(unit) is StateDictType.FULL_STATE_DICT:
             tensor = self.gathered.get(tensor, tensor)
@@ -80,9 +80,7 @@ class _Found(OrderedDict):
 
 
 @torch.no_grad()
-def save_model(
-    unit: ShardedUnit, destination: dict[str, Any] | None, prefix: str, *, keep_vars: bool
-) -> dict[str, Any]:
+def save_model(unit: FlatUnit, destination: dict[str, Any] | None, prefix: str, *, keep_vars: bool) -> dict[str, Any]:
     """Collective over the ranks of the unit, and of those inside. See ``StateDictMethods.state_dict``.
 
     It calls the wrapped module's own ``state_dict``, so hooks and overridden methods work: during the call the modules
@@ -102,7 +100,7 @@ def save_model(
         call = _Call(settings_of(unit.wrapper), keep_vars)
         asked = [(call.kind_of(inner).name, call.form_of(inner)) for inner in units]
         for inner in units:
-            for flat in inner.flats:
+            for flat in inner.sharded_params:
                 flat.adopt_user_data()
     _check_alike(comm, units, asked)
     with _shards_published(units, call), keeping_scratch():
@@ -118,7 +116,7 @@ def save_model(
         return _save(unit, call, destination, prefix)
 
 
-def _save(unit: ShardedUnit, call: _Call, destination: dict[str, Any], prefix: str) -> dict[str, Any]:
+def _save(unit: FlatUnit, call: _Call, destination: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Not collective. Call the ``state_dict`` of a unit's modules while they hold the values to be saved."""
     found = _Found(call)
     with _shown(unit, call):
@@ -139,12 +137,12 @@ def _save(unit: ShardedUnit, call: _Call, destination: dict[str, Any], prefix: s
     return destination
 
 
-def _run_pre_hooks(unit: ShardedUnit, prefix: str, *, keep_vars: bool) -> None:
+def _run_pre_hooks(unit: FlatUnit, prefix: str, *, keep_vars: bool) -> None:
     for hook in list(unit.wrapper._state_dict_pre_hooks.values()):
         hook(unit.wrapper, prefix, keep_vars)
 
 
-def _check_alike(comm: Communicator | Grid, units: list[ShardedUnit], asked: list[tuple[str, StateDictFormat]]) -> None:
+def _check_alike(comm: Communicator | Grid, units: list[FlatUnit], asked: list[tuple[str, StateDictFormat]]) -> None:
     """Collective over `comm`. Check that all ranks are set to the same state dict for each unit."""
     mine = digest_of(asked)
     if all(other == mine for other in comm.all_gather_object(mine)):
@@ -184,23 +182,23 @@ def _source(key: str, value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _shards_published(units: list[ShardedUnit], call: _Call) -> Iterator[None]:
+def _shards_published(units: list[FlatUnit], call: _Call) -> Iterator[None]:
     """Collective over the shards. A context in which ranks may read each other's shards where they share memory.
 
     No rank leaves it, and goes on to write, before all have read.
     """
-    flats = [
+    sharded_params = [
         flat
         for unit in units
-        for flat in unit.flats
+        for flat in unit.sharded_params
         if call.kind_of(unit) is StateDictType.FULL_STATE_DICT
         and call.form_of(unit).is_made_by(unit.mesh)
         and _shows_shards(flat)
         and unit.mesh.tensor is None
     ]
-    for flat in flats:
+    for flat in sharded_params:
         flat.publish()
-    comms = dict.fromkeys(flat.comm for flat in flats)
+    comms = dict.fromkeys(flat.comm for flat in sharded_params)
     for comm in comms:
         comm.labelled_barrier("state_dict")
     try:
@@ -216,7 +214,7 @@ def _shows_shards(flat: FlatParam) -> bool:
 
 
 @contextlib.contextmanager
-def _shown(unit: ShardedUnit, call: _Call) -> Iterator[None]:
+def _shown(unit: FlatUnit, call: _Call) -> Iterator[None]:
     """A context in which the modules of a unit have what is to be saved. Not collective."""
     values = call.values[unit]
     if call.kind_of(unit) is StateDictType.LOCAL_STATE_DICT:
@@ -228,7 +226,7 @@ def _shown(unit: ShardedUnit, call: _Call) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _plain_shown(unit: ShardedUnit, call: _Call) -> Iterator[None]:
+def _plain_shown(unit: FlatUnit, call: _Call) -> Iterator[None]:
     """A context in which the modules of a unit have buffers, and parameters that it does not own, as they are shown."""
     shown: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
     if call.form_of(unit).is_shown_by(unit.mesh):
@@ -243,11 +241,11 @@ def _plain_shown(unit: ShardedUnit, call: _Call) -> Iterator[None]:
                 registry[name] = tensor
 
 
-def _plain(unit: ShardedUnit) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, torch.dtype]]:
+def _plain(unit: FlatUnit) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, torch.dtype]]:
     """What the modules of a unit save that it does not shard: where and under which name they hold which tensor, and
     the dtype in which it is saved."""
     sharded = {place for entry in unit.own.entries for place in entry.places}
-    sharded |= {(unit.flat_owner, flat_param_name(index)) for index in range(len(unit.flats))}
+    sharded |= {(unit.flat_owner, flat_param_name(index)) for index in range(len(unit.sharded_params))}
     for module in dict.fromkeys((unit.wrapper, *modules_outside(unit.module))):
         for name, param in module._parameters.items():
             if param is not None and (module, name) not in sharded:
@@ -257,12 +255,12 @@ def _plain(unit: ShardedUnit) -> Iterator[tuple[dict[str, Any], str, torch.Tenso
                 yield module._buffers, name, buffer, unit.buffer_dtypes.get((module, name), buffer.dtype)
 
 
-def _values(unit: ShardedUnit, call: _Call) -> Mapping[Any, torch.Tensor]:
+def _values(unit: FlatUnit, call: _Call) -> Mapping[Any, torch.Tensor]:
     """Collective over the unit's process groups. What its modules are shown while they save."""
     if call.kind_of(unit) is StateDictType.LOCAL_STATE_DICT:
-        return {flat: StandIn.of(_local(unit, flat, call)) for flat in unit.flats}
+        return {flat: StandIn.of(_local(unit, flat, call)) for flat in unit.sharded_params}
     form, found = call.form_of(unit), {}
-    for flat in unit.flats:
+    for flat in unit.sharded_params:
         values = _values_of(unit.mesh, flat, form)
         for leaf, slot, value in zip(flat.leaves, flat.layout.slots, values, strict=True):
             found[leaf] = _nothing(slot.whole_shape, flat) if value is None else shown_for(value)
@@ -288,7 +286,7 @@ def _nothing(shape: tuple[int, ...], flat: FlatParam) -> torch.Tensor:
     return torch.full((), value, dtype=dtype, device=flat.device).expand(shape)
 
 
-def _local(unit: ShardedUnit, flat: FlatParam, call: _Call) -> ShardedTensor:
+def _local(unit: FlatUnit, flat: FlatParam, call: _Call) -> ShardedTensor:
     """A flat parameter as a 1-D ``ShardedTensor`` in the ranks' own memory, without padding at the end.
 
     Collective over the shards, the first time.

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 )
 
 from hpcfsdp.errors import StateDictError
-from hpcfsdp.units.flat_unit import ShardedUnit, unit_of
+from hpcfsdp.units.flat_unit import FlatUnit, unit_of
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 log = logging.getLogger("hpcfsdp.state")
@@ -106,7 +106,7 @@ def set_kind(
     kind: StateDictType,
     config: StateDictConfig | None,
     optim_config: OptimStateDictConfig | None,
-) -> list[tuple[ShardedUnit, StateDictSettings]]:
+) -> list[tuple[FlatUnit, StateDictSettings]]:
     """Set all units in `module`, which may be a plain module; each keeps copies of the configurations.
 
     Returns:
@@ -180,7 +180,7 @@ def optim_format_of(module: nn.Module) -> StateDictFormat:
     return StateDictFormat.of(settings.optim_state_dict_config, sharded=sharded)
 
 
-def kind_of(unit: ShardedUnit, kind: StateDictType) -> StateDictType:
+def kind_of(unit: FlatUnit, kind: StateDictType) -> StateDictType:
     """The kind of state dict that a unit saves and loads under a setting: full, if it is not sharded.
 
     Raises:
@@ -203,7 +203,7 @@ def _log_whole(kind: StateDictType) -> None:
     log.info("units under NO_SHARD save and load whole tensors, also under %s", kind.name)
 
 
-def _units(module: nn.Module) -> list[tuple[str, ShardedUnit]]:
+def _units(module: nn.Module) -> list[tuple[str, FlatUnit]]:
     found = [(name, unit) for name, inner in module.named_modules() if (unit := unit_of(inner)) is not None]
     if not found:
         raise StateDictError(

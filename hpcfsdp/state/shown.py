@@ -15,7 +15,7 @@ from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
 from hpcfsdp.units import summon
-from hpcfsdp.units.flat_unit import ShardedUnit, flat_param_name
+from hpcfsdp.units.flat_unit import FlatUnit, flat_param_name
 from hpcfsdp.units.guard import showing_state
 
 
@@ -51,7 +51,7 @@ def shown_for(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def orig_params_shown(unit: ShardedUnit, values: Mapping[nn.Parameter, Any]) -> Iterator[None]:
+def orig_params_shown(unit: FlatUnit, values: Mapping[nn.Parameter, Any]) -> Iterator[None]:
     """A context in which the modules of a unit have `values` as parameters, in the places of the original ones.
 
     Flat parameters are hidden.
@@ -90,7 +90,7 @@ def put_back(module: nn.Module, name: str, tensor: Any, shown: Any, registry: di
 
 
 @contextlib.contextmanager
-def flat_params_shown(unit: ShardedUnit, values: Mapping[FlatParam, Any]) -> Iterator[None]:
+def flat_params_shown(unit: FlatUnit, values: Mapping[FlatParam, Any]) -> Iterator[None]:
     """A context in which a unit has `values` in place of its flat parameters, and no original ones."""
     owner: nn.Module = unit.flat_owner
     before = {module: dict(module._parameters) for e in unit.own.entries for module, _ in e.places}
@@ -99,7 +99,7 @@ def flat_params_shown(unit: ShardedUnit, values: Mapping[FlatParam, Any]) -> Ite
         for entry in unit.own.entries:
             for module, name in entry.places:
                 module._parameters.pop(name, None)
-        for index, flat in enumerate(unit.flats):
+        for index, flat in enumerate(unit.sharded_params):
             owner._parameters[flat_param_name(index)] = values[flat]
         with showing_state(unit):
             yield

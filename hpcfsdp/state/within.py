@@ -18,7 +18,7 @@ from hpcfsdp.state.load import Agreed, agree, commit, finish, refuse_assign
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.reading import Reading, own_hook
 from hpcfsdp.state.wrappers import clean_fqn
-from hpcfsdp.units.flat_unit import WRAPPED, ShardedUnit
+from hpcfsdp.units.flat_unit import WRAPPED, FlatUnit
 
 _WAITING = "_hpcfsdp_waiting"
 """Where a module that loads a state dict keeps the units inside of it that are to be loaded."""
@@ -59,7 +59,7 @@ class LoadWithin:
 
     def __init__(
         self,
-        unit: ShardedUnit,
+        unit: FlatUnit,
         state_dict: Mapping[str, Any],
         prefix: str,
         metadata: dict[str, Any],

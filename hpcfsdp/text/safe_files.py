@@ -59,18 +59,18 @@ def create(path: Name, *, folder: int | None = None) -> BinaryIO:
 def replacing(path: Name, *, folder: int | None = None) -> Iterator[BinaryIO]:
     """A file to write, which gets its name when it is whole. A link of that name is replaced, not followed.
 
-    One process at a time: the draft has one name, so that the next one removes it after a kill.
+    One process at a time: the temporary file has one name, so that the next one removes it after a kill.
     """
     parent, name = os.path.split(path)
-    draft = os.path.join(parent, f".{name}.partial")
-    remove(draft, folder=folder)
+    temporary = os.path.join(parent, f".{name}.partial")
+    remove(temporary, folder=folder)
     try:
-        with create(draft, folder=folder) as file:
+        with create(temporary, folder=folder) as file:
             yield file
-        os.replace(draft, path, src_dir_fd=folder, dst_dir_fd=folder)
+        os.replace(temporary, path, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(OSError):
-            remove(draft, folder=folder)
+            remove(temporary, folder=folder)
         raise
 
 

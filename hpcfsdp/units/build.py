@@ -20,7 +20,7 @@ from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.params.precision import Dtypes
 from hpcfsdp.params.sync import sync_params_and_buffers
 from hpcfsdp.units.assigned import watch_assignments
-from hpcfsdp.units.flat_unit import ShardedUnit, clean_path, flat_param_name, made_inside, units_in
+from hpcfsdp.units.flat_unit import FlatUnit, clean_path, flat_param_name, made_inside, units_in
 from hpcfsdp.units.group_cache import GroupCache, rank_names
 from hpcfsdp.units.groups import check_apart
 from hpcfsdp.units.own import Ignored, OwnParam, OwnParams
@@ -55,7 +55,7 @@ def make_unit(
     full_precision: tuple[type[nn.Module], ...],
     made: frozenset[str] | None,
     granularity: Granularity | GranularityOf = 1,
-) -> ShardedUnit:
+) -> FlatUnit:
     """Collective over the unit's ranks. Make the unit of a module.
 
     Args:
@@ -85,7 +85,7 @@ def make_unit(
     ]
     agreed = _compare(module, own, layouts, mesh, made)
     reduce_comm = comm_for_reductions(mesh, dtypes)
-    flats = []
+    sharded_params = []
     for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
         for entry in group:
             entry.replace_dtensor()
@@ -107,7 +107,7 @@ def make_unit(
                 entry.deregister()
         if not use_orig_params:
             module.register_parameter(flat_param_name(index), flat.parameter)
-        flats.append(flat)
+        sharded_params.append(flat)
     name = type(module).__name__
     for entry in own.entries:
         for place, _ in entry.places:
@@ -117,10 +117,10 @@ def make_unit(
         for entry in own.entries
         if entry.block is not None
     ]
-    unit = ShardedUnit(
+    unit = FlatUnit(
         wrapper,
         name,
-        flats,
+        sharded_params,
         views,
         mesh=mesh,
         own=own,
@@ -132,7 +132,7 @@ def make_unit(
     )
     unit.marks = [(comm, mark) for comm, (mark, _) in agreed.items()]
     unit.differing = next((differing for _, differing in agreed.values() if differing is not None), None)
-    for flat, group in zip(flats, own.groups, strict=True):
+    for flat, group in zip(sharded_params, own.groups, strict=True):
         watch_assignments(unit, flat, group)
     return unit
 
@@ -142,19 +142,19 @@ def _granularity_of(entry: OwnParam, granularity: Granularity | GranularityOf) -
     return granularity(entry.fqn, torch.Size(shape)) if callable(granularity) else granularity
 
 
-def join_tp_group(unit: ShardedUnit, tensor_mesh: DeviceMesh, *, sync_module_states: bool) -> None:
+def join_tp_group(unit: FlatUnit, tensor_mesh: DeviceMesh, *, sync_module_states: bool) -> None:
     """Collective over the unit's ranks and the tensor-parallel ranks. Add these to a unit without DTensors."""
-    mesh, flats = unit.mesh.with_tensor(tensor_mesh), unit.flats
+    mesh, sharded_params = unit.mesh.with_tensor(tensor_mesh), unit.sharded_params
     sharing = mesh.ranks("replicate", "shard")
     with raise_together_over(mesh.lines()):
         check_apart(f"the unit around {unit.name}", tensor_mesh, unit.name, sharing)
-    trained = [flat.requires_grad for flat in flats]
+    trained = [flat.requires_grad for flat in sharded_params]
     with raise_together_over(unit.mesh.lines()):
-        check_same_model(mesh.tensor, [flat.layout for flat in flats], trained, mesh.ranks("tensor"))
+        check_same_model(mesh.tensor, [flat.layout for flat in sharded_params], trained, mesh.ranks("tensor"))
     if sync_module_states:
-        shards = [flat.parameter.data.clone() for flat in flats]  # shared memory cannot receive
+        shards = [flat.parameter.data.clone() for flat in sharded_params]  # shared memory cannot receive
         sync_params_and_buffers(mesh.tensor, [*shards, *unit.own.buffers_alike])
-        for flat, shard in zip(flats, shards, strict=True):
+        for flat, shard in zip(sharded_params, shards, strict=True):
             flat.parameter.data.copy_(shard)
     unit.mesh = mesh
 

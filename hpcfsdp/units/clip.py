@@ -12,13 +12,13 @@ from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.gradient import note_unchanged
-from hpcfsdp.units.flat_unit import ShardedUnit, units_in
+from hpcfsdp.units.flat_unit import FlatUnit, units_in
 from hpcfsdp.units.tensor_parallel import replicated_grad
 
 _DOUBLE = (torch.float64, torch.complex128)
 
 
-def clip_model_grads(root: ShardedUnit, max_norm: float, norm_type: float) -> torch.Tensor:
+def clip_model_grads(root: FlatUnit, max_norm: float, norm_type: float) -> torch.Tensor:
     """Collective over the ranks of the root unit. Clip the gradients of its whole model, see ``clip_grad_norm``.
 
     Parameters that are ignored count once, as if they were the same on all ranks.
@@ -36,7 +36,7 @@ def clip_model_grads(root: ShardedUnit, max_norm: float, norm_type: float) -> to
                 f"{unit.name} is sharded over more ranks than the root ({num_ranks}), so the root cannot compute the "
                 "norm of all gradients: wrap the root over all ranks"
             )
-        for flat in unit.flats:
+        for flat in unit.sharded_params:
             managed.update((flat.parameter, *flat.leaves))
             params.update(dict.fromkeys(flat.stepped))
             for copies, grad in flat.grad_parts(num_blocks):

@@ -10,7 +10,7 @@ from torch import nn
 
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.units.assigned import watch_assignments
-from hpcfsdp.units.flat_unit import WRAPPED, ShardedUnit, units_in
+from hpcfsdp.units.flat_unit import WRAPPED, FlatUnit, units_in
 from hpcfsdp.units.guard import guard_modules
 from hpcfsdp.units.own import Ignored, OwnParam, OwnParams
 from hpcfsdp.units.same_model import new_mark
@@ -18,7 +18,7 @@ from hpcfsdp.units.same_model import new_mark
 Memo = dict[int, Any]
 
 
-def copy_wrapper(unit: ShardedUnit, memo: Memo) -> nn.Module:
+def copy_wrapper(unit: FlatUnit, memo: Memo) -> nn.Module:
     """Collective over the ranks of the units in a wrapper. A copy with shards, views and hooks of its own.
 
     As for other modules, gradients and hooks on parameters are not copied. Communicators are shared.
@@ -31,9 +31,9 @@ def copy_wrapper(unit: ShardedUnit, memo: Memo) -> nn.Module:
         inner.check_at_rest("copy.deepcopy")
     made = wrapper.__class__.__new__(wrapper.__class__)
     memo[id(wrapper)] = made
-    flats = [_copy_flat(flat, memo) for flat in unit.flats]
+    sharded_params = [_copy_flat(flat, memo) for flat in unit.sharded_params]
     module = copy.deepcopy(unit.module, memo)  # inner units, too
-    copied = {"_modules": {WRAPPED: module}, "_unit": _copy_unit(unit, made, flats, memo)}
+    copied = {"_modules": {WRAPPED: module}, "_unit": _copy_unit(unit, made, sharded_params, memo)}
     for name, value in wrapper.__dict__.items():
         made.__dict__[name] = copied[name] if name in copied else copy.deepcopy(value, memo)
     guard_modules(made.__dict__["_unit"])  # copies of the guard's hooks are inert
@@ -63,15 +63,15 @@ def _copy_own(own: OwnParams, memo: Memo) -> OwnParams:
     return OwnParams(groups, buffers, list(own.buffer_fqns))
 
 
-def _copy_unit(unit: ShardedUnit, wrapper: nn.Module, flats: list[FlatParam], memo: Memo) -> ShardedUnit:
+def _copy_unit(unit: FlatUnit, wrapper: nn.Module, sharded_params: list[FlatParam], memo: Memo) -> FlatUnit:
     views = []
     for view in unit.views:
         places = [(copy.deepcopy(module, memo), name) for module, name in view.places]
         views.append(replace(view, leaf=memo[id(view.leaf)], places=places))
-    made = ShardedUnit(
+    made = FlatUnit(
         wrapper,
         unit.name,
-        flats,
+        sharded_params,
         views,
         mesh=unit.mesh,
         own=_copy_own(unit.own, memo),
@@ -91,7 +91,7 @@ def _copy_unit(unit: ShardedUnit, wrapper: nn.Module, flats: list[FlatParam], me
         copied.update(((memo.get(id(module), module), name), dtype) for (module, name), dtype in own.items())
     for grad, other in zip(unit.grads, made.grads, strict=True):
         other.comm_hook = grad.comm_hook
-    for flat, group in zip(flats, made.own.groups, strict=True):
+    for flat, group in zip(sharded_params, made.own.groups, strict=True):
         watch_assignments(made, flat, group)
     return made
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hpcfsdp.params.storage import nothing_of
-from hpcfsdp.units.dtensor_unit import RowUnit, hide_leaf, row_unit_of, row_units_in
+from hpcfsdp.units.dtensor_unit import DTensorUnit, dtensor_unit_of, dtensor_units_in, hide_leaf
 from hpcfsdp.units.flat_unit import UNIT
 
 Memo = dict[int, Any]
@@ -35,13 +35,13 @@ def copy_rows(module: nn.Module, memo: Memo) -> nn.Module:
     Raises:
         EngineError: a forward or backward is running.
     """
-    unit = row_unit_of(module)
+    unit = dtensor_unit_of(module)
     assert unit is not None
-    for inner in row_units_in(module):
+    for inner in dtensor_units_in(module):
         inner.check_at_rest("copy.deepcopy")
     made = memo[id(module)] = object.__new__(type(module))
     is_first = id(unit) not in memo
-    copied = memo.setdefault(id(unit), object.__new__(RowUnit))  # hooks of modules ask for it
+    copied = memo.setdefault(id(unit), object.__new__(DTensorUnit))  # hooks of modules ask for it
     # One that copies itself, as a parametrized module, may refuse to give its state.
     copies_itself = hasattr(super(FSDPModule, module), "__deepcopy__")
     state = dict(vars(module) if copies_itself else module.__getstate__())
@@ -53,7 +53,7 @@ def copy_rows(module: nn.Module, memo: Memo) -> nn.Module:
     return made
 
 
-def _fill_copy(unit: RowUnit, made: RowUnit, memo: Memo) -> None:
+def _fill_copy(unit: DTensorUnit, made: DTensorUnit, memo: Memo) -> None:
     modules = [copy.deepcopy(module, memo) for module in unit.modules]
     rows = []
     for each in unit.rows:

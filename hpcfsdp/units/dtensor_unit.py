@@ -18,8 +18,8 @@ from hpcfsdp.comm import raise_together_over
 from hpcfsdp.engine.containers import tensors_in
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
-from hpcfsdp.params.dtensor_layout import RowLayout
-from hpcfsdp.params.dtensor_params import Gather, RowParam, RowParams
+from hpcfsdp.params.dtensor_layout import DTensorLayout
+from hpcfsdp.params.dtensor_params import DTensorParam, DTensorParams, Gather
 from hpcfsdp.params.layout import TensorBlock, contiguous_strides
 from hpcfsdp.params.precision import Dtypes
 from hpcfsdp.params.storage import nothing_of
@@ -37,7 +37,7 @@ from hpcfsdp.units.unit_mesh import UnitMesh
 
 @dataclass(eq=False)
 class Rows:
-    """A parameter of a ``RowUnit``.
+    """A parameter of a ``DTensorUnit``.
 
     Attributes:
         fqn: its name in the unit; `aliases` are others.
@@ -53,10 +53,10 @@ class Rows:
     dim: int
     block: TensorBlock | None
     mesh: UnitMesh
-    param: RowParam
+    param: DTensorParam
 
 
-class RowUnit(ModelUnit):
+class DTensorUnit(ModelUnit):
     """The unit of one or several modules.
 
     Between steps their parameters are ``DTensor``s, whose memory is that of the engine. They may be moved, cast and
@@ -118,8 +118,8 @@ class RowUnit(ModelUnit):
         for each in self.rows:
             managed.mark(each.param.sharded, each.fqn, tuple(each.param.sharded.shape))
 
-    def inner_units(self) -> Sequence[RowUnit]:
-        return list(dict.fromkeys(unit for module in self.modules for unit in row_units_in(module)))
+    def inner_units(self) -> Sequence[DTensorUnit]:
+        return list(dict.fromkeys(unit for module in self.modules for unit in dtensor_units_in(module)))
 
     def choose_reshard(self) -> None:
         """As in torch, modules of the outermost unit hold whole parameters between a forward and its backward."""
@@ -134,7 +134,7 @@ class RowUnit(ModelUnit):
                     managed.mark(each.param.sharded, each.fqn, tuple(replaced.shape))
                     managed.replace(replaced)
                     optimizer_check.check_again()
-        return not self.is_stale and all(flat.fits() for flat in self.flats)
+        return not self.is_stale and all(flat.fits() for flat in self.sharded_params)
 
     def refresh(self) -> None:
         """Collective over the unit's ranks, unless it ``fits``. ``prepare`` it, unless a parameter has no memory yet.
@@ -170,17 +170,17 @@ class RowUnit(ModelUnit):
             return
         with raise_together_over(self.mesh.lines()):
             self._refuse_meta()
-        flats: list[RowParams] = []
+        sharded_params: list[DTensorParams] = []
         self.marks = []
         for mesh, group, dtypes in self._groups():
             params = [(each.fqn, each.shape, each.dim, each.aliases, each.block) for each in group]
-            layout = RowLayout.plan(params, dtypes.param, mesh.shard.size, itemsize=dtypes.itemsize)
+            layout = DTensorLayout.plan(params, dtypes.param, mesh.shard.size, itemsize=dtypes.itemsize)
             for comm in mesh.data_lines():
                 with raise_together_over(line for line in mesh.lines() if line is not comm):
                     mark, _ = check_same_model(comm, [layout], [True], rank_names(comm))
                 self.marks.append((comm, mark))
-            flats.append(
-                RowParams(
+            sharded_params.append(
+                DTensorParams(
                     [each.param for each in group],
                     layout,
                     mesh.shard,
@@ -192,8 +192,8 @@ class RowUnit(ModelUnit):
                     gather=self.gather,
                 )
             )
-        self.hold(flats)
-        self.views = tuple(self._tensor_views(flats))
+        self.hold(sharded_params)
+        self.views = tuple(self._tensor_views(sharded_params))
         self.is_stale = False
 
     def _refuse_meta(self) -> None:
@@ -224,8 +224,12 @@ class RowUnit(ModelUnit):
             most = CHUNK_NUMEL if shares_memory(mesh) and self.reduce_options.hook is None else None
             yield from ((mesh, part, dtypes) for part in _parts(group, most))
 
-    def _tensor_views(self, flats: Sequence[RowParams]) -> Iterator[TensorView]:
-        leaves = {param: leaf for flat in flats for param, leaf in zip(map(id, flat.params), flat.leaves, strict=True)}
+    def _tensor_views(self, sharded_params: Sequence[DTensorParams]) -> Iterator[TensorView]:
+        leaves = {
+            param: leaf
+            for flat in sharded_params
+            for param, leaf in zip(map(id, flat.params), flat.leaves, strict=True)
+        }
         for each in self.rows:
             if each.block is not None:
                 leaf, mesh = leaves[id(each.param)], each.mesh.tensor_mesh
@@ -248,12 +252,12 @@ class RowUnit(ModelUnit):
         if broken or not self.is_partly_called:
             self._called.clear()
 
-    flats: tuple[RowParams, ...]
+    sharded_params: tuple[DTensorParams, ...]
 
     def lend(self, *, stays: bool) -> None:
         del stays
         self.show()
-        for flat in self.flats:
+        for flat in self.sharded_params:
             flat.lend()
 
     @property
@@ -288,7 +292,7 @@ class _RefuseOutside:
     A hook before its forward. A copy of the module has an inert one.
     """
 
-    def __init__(self, unit: RowUnit | None = None) -> None:
+    def __init__(self, unit: DTensorUnit | None = None) -> None:
         self._unit = None if unit is None else weakref.ref(unit)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -350,7 +354,7 @@ def shard_rows(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device, de
         leaf = nn.Parameter(nothing_of((), whole.dtype, device), requires_grad=whole.requires_grad)
     _compat.replace_data(leaf, nothing_of(shape, whole.dtype, device))  # its memory is free
     hide_leaf(leaf, entry.fqn, of_whole)
-    param = RowParam(sharded, leaf, entry.places, is_shown_elsewhere=entry.block is not None)
+    param = DTensorParam(sharded, leaf, entry.places, is_shown_elsewhere=entry.block is not None)
     param.register(sharded)
     return Rows(entry.fqn, entry.aliases, shape, dim, entry.block, mesh, param)
 
@@ -361,12 +365,12 @@ def hide_leaf(leaf: nn.Parameter, fqn: str, shape: tuple[int, ...]) -> None:
     managed.hide(leaf)
 
 
-def row_unit_of(module: nn.Module) -> RowUnit | None:
+def dtensor_unit_of(module: nn.Module) -> DTensorUnit | None:
     """The unit of a module that was given to ``fully_shard``; None for any other."""
-    found: RowUnit | None = module.__dict__.get(UNIT)
+    found: DTensorUnit | None = module.__dict__.get(UNIT)
     return found
 
 
-def row_units_in(module: nn.Module) -> list[RowUnit]:
+def dtensor_units_in(module: nn.Module) -> list[DTensorUnit]:
     """The units within a module, itself included, outer ones first, each once."""
-    return list(dict.fromkeys(unit for inner in module.modules() if (unit := row_unit_of(inner)) is not None))
+    return list(dict.fromkeys(unit for inner in module.modules() if (unit := dtensor_unit_of(inner)) is not None))

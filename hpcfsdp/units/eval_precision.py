@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hpcfsdp.units.flat_unit import ShardedUnit, units_in
+from hpcfsdp.units.flat_unit import FlatUnit, units_in
 
 
-def follow_eval_mode(root: ShardedUnit) -> None:
+def follow_eval_mode(root: FlatUnit) -> None:
     """Collective over the units' ranks, at rest. Set each unit's dtypes by the mode of its module.
 
     Args:
@@ -21,13 +21,13 @@ def follow_eval_mode(root: ShardedUnit) -> None:
             continue
         if unit.root is not None:
             unit.root.rest()
-        for flat in unit.flats:
+        for flat in unit.sharded_params:
             flat.compute_in(flat.dtypes.param if full else flat.dtypes.compute)
         unit.computes_in_full = full
     _cast_buffers(root, full=not root.module.training)
 
 
-def _cast_buffers(root: ShardedUnit, *, full: bool) -> None:
+def _cast_buffers(root: FlatUnit, *, full: bool) -> None:
     """Give buffers that mixed precision has cast their original dtypes if `full`, else the lower ones again."""
     lowered = root.lowered_buffers
     if full == bool(lowered):

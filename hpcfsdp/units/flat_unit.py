@@ -63,14 +63,14 @@ class ModelUnit(Unit):
     def __init__(
         self,
         name: str,
-        flats: Sequence[ShardedParams],
+        sharded_params: Sequence[ShardedParams],
         views: Sequence[ComputedView],
         *,
         holder: nn.Module,
         mesh: UnitMesh,
         mixed_precision: MixedPrecision,
     ) -> None:
-        super().__init__(name, flats, views)
+        super().__init__(name, sharded_params, views)
         self.mesh = mesh
         self.mixed_precision = mixed_precision
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
@@ -122,7 +122,7 @@ class ModelUnit(Unit):
 
     def choose_reshard(self) -> None:
         """Set ``reshard_after_forward``. The root's backward begins where its forward ends, so it keeps its values."""
-        keeps = self.mesh.keeps_values or (self.is_root and not all(flat.is_here for flat in self.flats))
+        keeps = self.mesh.keeps_values or (self.is_root and not all(flat.is_here for flat in self.sharded_params))
         self.reshard_after_forward = not keeps if self.reshard_choice is None else self.reshard_choice
 
     def check_at_rest(self, what: str) -> None:
@@ -144,11 +144,11 @@ class ModelUnit(Unit):
             )
         if root is not None:
             root.rest()
-        for flat in self.flats:
+        for flat in self.sharded_params:
             flat.adopt_user_data()  # before summon_full_params registers other parameters
 
 
-class ShardedUnit(ModelUnit):
+class FlatUnit(ModelUnit):
     """The unit of a ``FullyShardedDataParallel``.
 
     Attributes:
@@ -172,7 +172,7 @@ class ShardedUnit(ModelUnit):
         self,
         wrapper: nn.Module,
         name: str,
-        flats: Sequence[FlatParam],
+        sharded_params: Sequence[FlatParam],
         views: Sequence[ComputedView],
         *,
         mesh: UnitMesh,
@@ -183,7 +183,7 @@ class ShardedUnit(ModelUnit):
         full_precision: tuple[type[nn.Module], ...],
         flat_owner: nn.Module,
     ) -> None:
-        super().__init__(name, flats, views, holder=wrapper, mesh=mesh, mixed_precision=mixed_precision)
+        super().__init__(name, sharded_params, views, holder=wrapper, mesh=mesh, mixed_precision=mixed_precision)
         self.own = own
         self.ignored = ignored
         self.use_orig_params = use_orig_params
@@ -195,10 +195,10 @@ class ShardedUnit(ModelUnit):
         self._originals: list[tuple[dict[str, Any], dict[str, Any], str, nn.Parameter]] = []
         for entry in sorted(own.entries, key=lambda entry: entry.index) if not use_orig_params else ():
             self._originals += [(place._parameters, vars(place), name, entry.param) for place, name in entry.places]
-        self._flat_names = [flat_param_name(index) for index in range(len(flats))]
+        self._flat_names = [flat_param_name(index) for index in range(len(sharded_params))]
         self.lowered_buffers: dict[tuple[nn.Module, str], torch.dtype] = {}
 
-    flats: tuple[FlatParam, ...]
+    sharded_params: tuple[FlatParam, ...]
 
     @property
     def module(self) -> nn.Module:
@@ -213,7 +213,7 @@ class ShardedUnit(ModelUnit):
         if not self._is_shown:
             self._is_shown = True
             replaced: str | None = None
-            for name, flat in zip(self._flat_names, self.flats):  # noqa: B905 (in each call of a unit)
+            for name, flat in zip(self._flat_names, self.sharded_params):  # noqa: B905 (in each call of a unit)
                 if self.use_orig_params:
                     replaced = flat.assigned_name() or replaced
                 elif self.flat_owner._parameters.pop(name, None) is not flat.parameter:
@@ -236,7 +236,7 @@ class ShardedUnit(ModelUnit):
             for registered, attributes, name, leaf in self._originals:
                 registered.pop(name, None)
                 attributes[name] = leaf
-            for name, flat in zip(self._flat_names, self.flats if self._originals else ()):  # noqa: B905
+            for name, flat in zip(self._flat_names, self.sharded_params if self._originals else ()):  # noqa: B905
                 self.flat_owner._parameters[name] = flat.parameter
 
 
@@ -260,12 +260,12 @@ def is_unit(module: nn.Module) -> bool:
     return UNIT in module.__dict__ or isinstance(module.__dict__.get("_unit"), ModelUnit)
 
 
-def unit_of(module: nn.Module) -> ShardedUnit | None:
+def unit_of(module: nn.Module) -> FlatUnit | None:
     """The unit of a wrapper; None for any other module."""
     found = module.__dict__.get("_unit")
-    return found if isinstance(found, ShardedUnit) else None
+    return found if isinstance(found, FlatUnit) else None
 
 
-def units_in(module: nn.Module) -> list[ShardedUnit]:
+def units_in(module: nn.Module) -> list[FlatUnit]:
     """The units within a module, itself included, outer ones first."""
     return [unit for inner in module.modules() if (unit := unit_of(inner)) is not None]

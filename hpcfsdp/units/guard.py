@@ -13,7 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from hpcfsdp import _compat
 from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError, StateDictError
-from hpcfsdp.units.flat_unit import ShardedUnit
+from hpcfsdp.units.flat_unit import FlatUnit
 
 _INSTEAD = (
     "call {0}() of the FullyShardedDataParallel around the whole model, on all ranks, or call it within "
@@ -27,7 +27,7 @@ class _Guard:
     A copy of a module is not sharded, so a copy of the guard is inert.
     """
 
-    def __init__(self, unit: ShardedUnit | None = None) -> None:
+    def __init__(self, unit: FlatUnit | None = None) -> None:
         self._is_inert = unit is None
         if unit is not None:
             self._unit = weakref.ref(unit)  # a strong reference would be a cycle
@@ -99,7 +99,7 @@ class _Guard:
 
     def _is_unsharded(self) -> bool:
         unit = self._unit()
-        return unit is not None and all(flat.is_unsharded or flat.shows_whole for flat in unit.flats)
+        return unit is not None and all(flat.is_unsharded or flat.shows_whole for flat in unit.sharded_params)
 
     def _refuse(self, message: str) -> NoReturn:
         unit = self._unit()
@@ -107,7 +107,7 @@ class _Guard:
         raise StateDictError(f"{name}{message}")
 
 
-def guard_modules(unit: ShardedUnit) -> None:
+def guard_modules(unit: FlatUnit) -> None:
     """Register the guard's hooks in the modules of a unit's parameters."""
     modules = {place: None for entry in unit.own.entries for place, _ in entry.places}
     if unit.own.entries:
@@ -120,7 +120,7 @@ def guard_modules(unit: ShardedUnit) -> None:
 
 
 @contextmanager
-def showing_state(unit: ShardedUnit) -> Iterator[None]:
+def showing_state(unit: FlatUnit) -> Iterator[None]:
     """A context in which the modules of a unit hold values for a state dict in place of their parameters."""
     before, unit.shows_state = unit.shows_state, True
     try:
@@ -129,7 +129,7 @@ def showing_state(unit: ShardedUnit) -> Iterator[None]:
         unit.shows_state = before
 
 
-def refuse_mistakes(unit: ShardedUnit) -> None:
+def refuse_mistakes(unit: FlatUnit) -> None:
     """Called while a function of ``torch.distributed.checkpoint.state_dict`` reads the names of a model.
 
     Raises:
@@ -143,13 +143,13 @@ def refuse_mistakes(unit: ShardedUnit) -> None:
         )
 
 
-def _mistaken(unit: ShardedUnit, call: _compat.StockCall) -> str | None:
+def _mistaken(unit: FlatUnit, call: _compat.StockCall) -> str | None:
     """What a call would use wrongly, for a message; None if its results are right."""
     if call.has_optimizers:
         return "the shards that the optimizer steps as whole parameters"
     if call.function.startswith("set_"):
-        has_flats = not unit.use_orig_params and bool(unit.flats)
-        return "flat parameters as the model's own" if call.options.full_state_dict and has_flats else None
+        has_sharded_params = not unit.use_orig_params and bool(unit.sharded_params)
+        return "flat parameters as the model's own" if call.options.full_state_dict and has_sharded_params else None
     is_frozen = call.options.ignore_frozen_params and not all(
         param.requires_grad for param in unit.wrapper.parameters()
     )

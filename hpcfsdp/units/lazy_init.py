@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
-from hpcfsdp.units.flat_unit import ModelUnit, ShardedUnit, clean_path
+from hpcfsdp.units.flat_unit import FlatUnit, ModelUnit, clean_path
 from hpcfsdp.units.group_cache import GroupCache
 from hpcfsdp.units.mixed_precision import cast_buffers
 from hpcfsdp.units.optimizer_check import watch_root
@@ -32,7 +32,7 @@ def become_root(unit: ModelUnit) -> Root:
         each.prepare()
         each.check_ready()
     unit.confirm()
-    if isinstance(unit, ShardedUnit):
+    if isinstance(unit, FlatUnit):
         _check_size(units, unit.mesh.shard.size)
     names = {module: name for name, module in unit.wrapper.named_modules()}
     cast: dict[torch.Tensor, torch.Tensor] = {}
@@ -64,7 +64,7 @@ def become_root(unit: ModelUnit) -> Root:
 
 def _check_size(units: Sequence[ModelUnit], ranks: int) -> None:
     # The largest block counts: all ranks find the same number.
-    slots = [slot for each in units for flat in each.flats for slot in flat.layout.slots]
+    slots = [slot for each in units for flat in each.sharded_params for slot in flat.layout.slots]
     numel = sum(slot.numel if slot.block is None else slot.block.largest_numel for slot in slots)
     if 0 < numel < ranks:
         raise EngineError(

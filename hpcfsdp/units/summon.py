@@ -18,7 +18,7 @@ from hpcfsdp.comm import raise_together_over
 from hpcfsdp.errors import EngineError
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.params.flat_param import FlatParam, set_grad
-from hpcfsdp.units.flat_unit import ShardedUnit, clean_path, flat_param_name, units_in
+from hpcfsdp.units.flat_unit import FlatUnit, clean_path, flat_param_name, units_in
 from hpcfsdp.units.tensor_parallel import dtensors_shown
 
 
@@ -49,7 +49,7 @@ class _Whole:
     grad: torch.Tensor | None = None
 
 
-def validate_unshard_params_args(args: UnshardArgs, unit: ShardedUnit) -> None:
+def validate_unshard_params_args(args: UnshardArgs, unit: FlatUnit) -> None:
     """Collective under `with_grads`. Refuse a unit that is in use or summoned already; warn of a copy per rank."""
     unit.check_at_rest("summon_full_params")
     if args.with_grads and unit.root is not None and any(grad.held is not None for grad in unit.grads):
@@ -129,7 +129,7 @@ def walk_full_params(
 
 
 @contextlib.contextmanager
-def unshard_params_for_summon(unit: ShardedUnit, args: UnshardArgs) -> Iterator[None]:
+def unshard_params_for_summon(unit: FlatUnit, args: UnshardArgs) -> Iterator[None]:
     """Collective over the wrapper's process groups. A context in which the parameters of one unit are whole."""
     unit.begin_summon()
     try:
@@ -153,10 +153,10 @@ def unshard_params_for_summon(unit: ShardedUnit, args: UnshardArgs) -> Iterator[
 
 
 @torch.no_grad()
-def unshard_fsdp_state_params(unit: ShardedUnit, args: UnshardArgs) -> list[_Whole]:
+def unshard_fsdp_state_params(unit: FlatUnit, args: UnshardArgs) -> list[_Whole]:
     """Collective over the wrapper's process groups. Gather the flat parameters of one unit, and their gradients."""
     wholes = []
-    for flat in unit.flats:
+    for flat in unit.sharded_params:
         flat.adopt_user_data()
         first = flat.comm.rank == 0 and (flat.replicas is None or flat.replicas.rank == 0)
         at_rest = [(leaf.data, leaf.grad) for leaf in flat.leaves]
@@ -169,7 +169,7 @@ def unshard_fsdp_state_params(unit: ShardedUnit, args: UnshardArgs) -> list[_Who
 
 
 @contextlib.contextmanager
-def unflatten_as_params(unit: ShardedUnit, wholes: list[_Whole]) -> Iterator[None]:
+def unflatten_as_params(unit: FlatUnit, wholes: list[_Whole]) -> Iterator[None]:
     """A context in which the original parameters show the whole values, registered in their modules."""
     for whole in wholes:
         if whole.present:
@@ -186,29 +186,29 @@ def unflatten_as_params(unit: ShardedUnit, wholes: list[_Whole]) -> Iterator[Non
         register_flat_param(unit)
 
 
-def deregister_flat_param(unit: ShardedUnit) -> None:
+def deregister_flat_param(unit: FlatUnit) -> None:
     """Hide the flat parameters from ``parameters()``."""
-    for flat in unit.flats:
+    for flat in unit.sharded_params:
         for name, param in list(unit.flat_owner._parameters.items()):
             if param is flat.parameter:
                 del unit.flat_owner._parameters[name]
 
 
-def register_flat_param(unit: ShardedUnit) -> None:
+def register_flat_param(unit: FlatUnit) -> None:
     """Show the flat parameters in ``parameters()``, without `use_orig_params`."""
-    for index, flat in enumerate(unit.flats):
+    for index, flat in enumerate(unit.sharded_params):
         if not flat.use_orig_params:
             unit.flat_owner._parameters[flat_param_name(index)] = flat.parameter
 
 
-def register_orig_params(unit: ShardedUnit) -> None:
+def register_orig_params(unit: FlatUnit) -> None:
     """Show the original parameters in ``parameters()``, in their original order."""
     if not unit.use_orig_params:
         for entry in sorted(unit.own.entries, key=lambda entry: entry.index):
             entry.register()
 
 
-def deregister_orig_params(unit: ShardedUnit) -> None:
+def deregister_orig_params(unit: FlatUnit) -> None:
     """Hide the original parameters from ``parameters()``, without `use_orig_params`."""
     if not unit.use_orig_params:
         for entry in unit.own.entries:
@@ -309,7 +309,7 @@ def _set_leaves(flat: FlatParam, shown: Iterable[tuple[torch.Tensor, torch.Tenso
         set_grad(leaf, grad)
 
 
-def _adopt_replaced(unit: ShardedUnit) -> None:
+def _adopt_replaced(unit: FlatUnit) -> None:
     """Copy the values of assigned parameters into the original ones, and have modules hold these again."""
     for entry in unit.own.entries:
         for module, name in entry.places:

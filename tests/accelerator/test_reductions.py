@@ -97,10 +97,10 @@ def test_gathers_and_reductions_have_communicators_of_their_own(world, group):
     group.called.clear()
     model(torch.ones(2, 8).to(SIM)).sum().backward()
     assert not [call for call in group.called if call.startswith(("reduce", "all_reduce", "all_to_all"))]
-    (flat,) = model._unit.flats
+    (flat,) = model._unit.sharded_params
     assert flat.reduce_comm != flat.comm
     again = FullyShardedDataParallel(nn.Linear(8, 8), process_group=group)
-    assert again._unit.flats[0].reduce_comm == flat.reduce_comm, "one for all units"
+    assert again._unit.sharded_params[0].reduce_comm == flat.reduce_comm, "one for all units"
 
 
 def test_ranks_may_reduce_and_gather_in_different_orders(world, group):
@@ -155,7 +155,7 @@ def test_between_replicas_gradients_travel_in_the_reduce_dtype(world, pair):
     pair[1].called.clear()
     model(torch.ones(2, 8).to(SIM)).sum().backward()
     assert f"all_gather of {2 * 16} x torch.uint8" in pair[1].called, "half of the 32 elements of a shard"
-    assert model._unit.flats[0].parameter.grad.dtype == torch.float32
+    assert model._unit.sharded_params[0].parameter.grad.dtype == torch.float32
 
 
 def test_flat_parameters_of_one_unit_do_not_wait_for_each_other(world, group, streams):

@@ -101,7 +101,9 @@ def test_memory_returns_to_that_at_rest(world, device):
     assert torch.accelerator.memory_allocated() <= at_rest + (1 << 20)
     assert torch.accelerator.memory_stats().get("num_alloc_retries", 0) == 0
     if world.size > 1 and dist.get_backend() != "hpcmpi":  # one gathers nothing, the other has copies for sending
-        largest = max(flat.layout.padded_numel * 4 for each in model.fsdp_modules(model) for flat in each._unit.flats)
+        largest = max(
+            flat.layout.padded_numel * 4 for each in model.fsdp_modules(model) for flat in each._unit.sharded_params
+        )
         shards = sum(param.numel() * 4 for param in model.parameters())
         # Two units of values, two of gradients, the root, the shards' gradients, and what the module computes.
         assert torch.accelerator.max_memory_allocated() - at_rest < 5 * largest + shards + slack

@@ -120,7 +120,7 @@ def units(model):
 
 
 def unsharded_bytes(model):
-    return sum(values_bytes(flat) for unit in units(model) for flat in unit.flats)
+    return sum(values_bytes(flat) for unit in units(model) for flat in unit.sharded_params)
 
 
 def both_step(plain, sharded, comm, make_input, steps=4, call=lambda model, x: model(x)):

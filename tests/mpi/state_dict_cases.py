@@ -61,8 +61,10 @@ def same(found, expected, *, order=True):
 
 def memory(model):
     """Every bit of a model that this rank holds."""
-    flats = [flat for unit in FullyShardedDataParallel.fsdp_modules(model) for flat in unit._unit.flats]
-    return [flat.parameter.detach().clone() for flat in flats] + [buffer.clone() for buffer in model.buffers()]
+    sharded_params = [
+        flat for unit in FullyShardedDataParallel.fsdp_modules(model) for flat in unit._unit.sharded_params
+    ]
+    return [flat.parameter.detach().clone() for flat in sharded_params] + [buffer.clone() for buffer in model.buffers()]
 
 
 def unchanged(model, before):

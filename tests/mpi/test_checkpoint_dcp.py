@@ -366,7 +366,7 @@ def test_a_disk_that_fails_on_any_rank_is_everyones_error(world, shared_path, ca
         world.comm.Barrier()
     dcp.save(state, storage_writer=HDF5Writer(path))
     world.comm.Barrier()
-    assert open_index(path).seal is not None
+    assert open_index(path).footer is not None
 
 
 def test_a_value_that_cannot_be_kept_is_everyones_error(world, shared_path):

@@ -58,14 +58,18 @@ def test_only_shards_are_left_after_backward_and_those_of_the_root_after_forward
     sharded = shard(make_net(), groups[carrier])
     held, whole = [], []
     for unit in units(sharded):
-        unit.flats[0].leaves[0].register_hook(lambda _: whole.append(unsharded_bytes(sharded)))
+        unit.sharded_params[0].leaves[0].register_hook(lambda _: whole.append(unsharded_bytes(sharded)))
     train_sharded(sharded, adamw(sharded), range(2), comm, after=lambda when: held.append(unsharded_bytes(sharded)))
     is_shared = carrier == "shared memory" and world.num_nodes == 1
-    root = 0 if is_shared or comm.size == 1 else sum(4 * f.layout.padded_numel for f in units(sharded)[0].flats)
+    root = (
+        0 if is_shared or comm.size == 1 else sum(4 * f.layout.padded_numel for f in units(sharded)[0].sharded_params)
+    )
     assert held == [root, 0, root, 0]
     assert all(whole) == (not is_shared and comm.size > 1)  # what is shared has no memory but the shards'
     shards = sum(param.numel() * param.element_size() for param in sharded.parameters())
-    assert shards * comm.size == sum(flat.layout.padded_numel * 4 for unit in units(sharded) for flat in unit.flats)
+    assert shards * comm.size == sum(
+        flat.layout.padded_numel * 4 for unit in units(sharded) for flat in unit.sharded_params
+    )
     if carrier == "messages":
         assert sum(param.untyped_storage().nbytes() for param in sharded.parameters()) == shards
 
@@ -155,7 +159,7 @@ def test_a_unit_called_twice_and_one_not_called(comm):
     sharded = shard(plain_copy(plain))
     for expected, got in both_step(plain, sharded, comm, vectors):
         assert got == pytest.approx(expected, rel=1e-5)
-    assert all(flat.parameter.grad is None for flat in sharded.unused._unit.flats)
+    assert all(flat.parameter.grad is None for flat in sharded.unused._unit.sharded_params)
     assert unsharded_bytes(sharded) == 0
 
 
@@ -171,7 +175,7 @@ def test_a_parameter_that_takes_no_part_counts_as_zero(comm):
     sharded = FullyShardedDataParallel(Half())
     sharded(vectors(0)).sum().backward()
     assert unsharded_bytes(sharded) == 0
-    (flat,) = sharded._unit.flats
+    (flat,) = sharded._unit.sharded_params
     full = torch.empty(flat.layout.padded_numel)
     comm.all_gather_into_tensor(full, flat.parameter.grad)
     by_name = flat.layout.by_name
@@ -213,7 +217,7 @@ def test_frozen_parameters_cost_no_gradient_and_stay(comm):
     sharded = shard(plain_copy(plain))
     for expected, got in both_step(plain, sharded, comm, vectors):
         assert got == pytest.approx(expected, rel=1e-5)
-    kinds = {flat.requires_grad: flat for flat in sharded[0]._unit.flats}
+    kinds = {flat.requires_grad: flat for flat in sharded[0]._unit.sharded_params}
     assert set(kinds) == {True, False}
     assert kinds[False].parameter.grad is None
     assert unsharded_bytes(sharded) == 0
@@ -259,7 +263,7 @@ def test_what_was_frozen_when_it_was_wrapped_may_be_thawed(comm):
     plain = nn.Sequential(Block(), nn.Linear(WIDTH, 3))
     plain[0].up.requires_grad_(False)
     sharded = shard(plain_copy(plain))
-    frozen = next(flat.parameter for flat in sharded[0]._unit.flats if not flat.requires_grad)
+    frozen = next(flat.parameter for flat in sharded[0]._unit.sharded_params if not flat.requires_grad)
 
     def thaw(step, model):
         if step == 2:
@@ -419,7 +423,7 @@ def test_parameters_of_two_dtypes_in_one_unit(comm):
     torch.manual_seed(0)
     plain = Mixed()
     sharded = FullyShardedDataParallel(plain_copy(plain))
-    assert sorted(str(flat.layout.dtype) for flat in sharded._unit.flats) == ["torch.float32", "torch.float64"]
+    assert sorted(str(flat.layout.dtype) for flat in sharded._unit.sharded_params) == ["torch.float32", "torch.float64"]
     for expected, got in both_step(plain, sharded, comm, vectors):
         assert got == pytest.approx(expected, rel=1e-5)
 
@@ -493,7 +497,7 @@ def test_one_graph_run_through_twice(comm, frozen):
 def test_a_model_that_is_deleted_is_freed(comm):
     sharded = shard(make_net())
     train_sharded(sharded, adamw(sharded), range(1), comm)
-    watched = [weakref.ref(flat) for unit in units(sharded) for flat in unit.flats]
+    watched = [weakref.ref(flat) for unit in units(sharded) for flat in unit.sharded_params]
     del sharded
     gc.collect()
     assert [flat() for flat in watched] == [None] * len(watched)

@@ -450,7 +450,7 @@ def test_the_norm_of_a_model_with_other_experts_on_each_rank(comm, norm_type):
     torch.manual_seed(0)
     sharded = FullyShardedDataParallel(nn.Sequential(linear(), expert))
     sharded(vectors(comm.rank)).square().sum().backward()
-    (shared,) = (flat.parameter.grad for flat in sharded._unit.flats)
+    (shared,) = (flat.parameter.grad for flat in sharded._unit.sharded_params)
     everyone = comm.all_gather_object([shared, *(param.grad for param in expert.parameters())])
     grads = torch.cat([grad.reshape(-1) for grads in everyone for grad in grads])
     expected = torch.linalg.vector_norm(grads, norm_type)

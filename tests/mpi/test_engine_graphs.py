@@ -223,8 +223,8 @@ def test_a_forward_that_broke_off_at_different_places_on_the_ranks_is_forgotten(
     plain = Failing()
     sharded = wrap(plain_copy(plain), groups["shared memory"], nn.Linear)
     assert sharded.check_is_root()
-    flats = [flat for unit in sharded._unit.root.units for flat in unit.flats]
-    if any(flat.comm.size > 1 and not flat.is_resident for flat in flats):
+    sharded_params = [flat for unit in sharded._unit.root.units for flat in unit.sharded_params]
+    if any(flat.comm.size > 1 and not flat.is_resident for flat in sharded_params):
         pytest.skip("ranks on several nodes wait for each other in gathers")
     for short in (False, True):
         sharded(vectors(0), short).sum().backward()

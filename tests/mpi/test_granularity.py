@@ -27,7 +27,7 @@ def shard(granularity, seed=0, **options):
 def check_blocks(model):
     """Whether each shard of the model's units ends between blocks."""
     for unit in models.units(model):
-        for flat in unit.flats:
+        for flat in unit.sharded_params:
             for rank in range(flat.layout.num_shards):
                 for run in flat.layout.runs(rank):
                     slot = flat.layout.slots[run.index]
@@ -105,7 +105,7 @@ def test_whole_parameters_are_stepped_without_communication(comm, monkeypatch):
     plain = Blocks(2 * comm.size).double()
     torch.manual_seed(0)
     model = FullyShardedDataParallel(Blocks(2 * comm.size).double(), granularity="whole", use_orig_params=True)
-    [flat] = models.units(model)[0].flats
+    [flat] = models.units(model)[0].sharded_params
     assert flat.layout.padded_numel == flat.layout.numel
     kind, options = class_and_options("muon")
     optimizer = WholeTensors(model, model.parameters(), kind, **options)

@@ -42,7 +42,7 @@ def test_gradients_are_reduced_over_nodes_and_replicas_stay_equal(two_nodes, com
     shards = [
         flat.parameter.detach().clone()
         for wrapper in FullyShardedDataParallel.fsdp_modules(sharded)
-        for flat in wrapper._unit.flats
+        for flat in wrapper._unit.sharded_params
     ]
     everyone = comm.all_gather_object([value.numpy().tobytes() for value in shards])
     assert everyone[0] == everyone[2]

@@ -360,7 +360,7 @@ def test_a_local_state_dict_is_the_memory_of_the_ranks(engine, original):
     model = engine.shard(build(parity.Nested), use_orig_params=original)
     state = saved(engine, model, LOCAL)
     for _, block in local_blocks(state["_flat_param"]):
-        assert block.data_ptr() == model._unit.flats[0].parameter.data_ptr()
+        assert block.data_ptr() == model._unit.sharded_params[0].parameter.data_ptr()
 
 
 TORCHS_OWN = [

@@ -117,12 +117,12 @@ def test_they_are_those_of_the_plain_module(comm, wrap, carrier, strategy, origi
 def test_rank_0_alone_has_them_if_asked(comm, wrap, strategy, original):
     plain = make_net()
     sharded = wrap(plain, strategy=strategy, use_orig_params=original)
-    shapes = [leaf.shape for unit in units(sharded) for flat in unit.flats for leaf in flat.leaves]
+    shapes = [leaf.shape for unit in units(sharded) for flat in unit.sharded_params for leaf in flat.leaves]
     with summon(sharded, rank0_only=True, offload_to_cpu=True, writeback=False):
         if comm.rank == 0:
             same(named(sharded), named(plain))
         else:
-            now = [leaf.shape for unit in units(sharded) for flat in unit.flats for leaf in flat.leaves]
+            now = [leaf.shape for unit in units(sharded) for flat in unit.sharded_params for leaf in flat.leaves]
             assert now == shapes
     step_like_the_plain_one(sharded, plain, comm)
 
@@ -176,7 +176,7 @@ def test_padding_never_leaks(comm, wrap, strategy, rank0_only):
     sharded = wrap(plain, strategy=strategy)
     with summon(sharded, rank0_only=rank0_only):
         if comm.rank == 0 or not rank0_only:
-            for flat in (flat for unit in units(sharded) for flat in unit.flats):
+            for flat in (flat for unit in units(sharded) for flat in unit.sharded_params):
                 everything = torch.empty(0).set_(flat.leaves[0].data.untyped_storage())
                 outside = torch.ones_like(everything, dtype=torch.bool)
                 for leaf in flat.leaves:
@@ -184,7 +184,7 @@ def test_padding_never_leaks(comm, wrap, strategy, rank0_only):
                 assert outside.any()
                 everything[outside] = torch.nan
     for unit in units(sharded):
-        for flat in unit.flats:
+        for flat in unit.sharded_params:
             assert not flat.parameter.isnan().any()
     same(whole(sharded), named(plain))
 

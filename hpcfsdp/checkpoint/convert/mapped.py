@@ -42,7 +42,7 @@ class MappedTensors:
         """Verifies and maps the tensors; raises as ``BlockReader``. Returns the object itself, for ``with``."""
         with contextlib.ExitStack() as stack:
             reader = stack.enter_context(BlockReader(self._index, self._files))
-            fd = stack.enter_context(open_file(self._files, self._index.info.path, self._index.seal))
+            fd = stack.enter_context(open_file(self._files, self._index.info.path, self._index.footer))
             spool = stack.enter_context(tempfile.TemporaryFile(dir=self._spool_folder))
             end = 0
             for spec in self._specs:

@@ -97,7 +97,7 @@ class HDF5Reader(StorageReader):
         """
         index, _ = self._index()
         self._settled(plan)
-        mark = index.seal.digest
+        mark = index.footer.digest
         return dataclasses.replace(plan, storage_data=(str(index.info.path), mark))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -28,12 +28,18 @@ from hpcfsdp.checkpoint.format import entry_names as names, schema
 from hpcfsdp.checkpoint.format.catalog import new_token
 from hpcfsdp.checkpoint.format.entry_names import Entry
 from hpcfsdp.checkpoint.format.files import Files
-from hpcfsdp.checkpoint.format.metadata import Skeleton, build_skeleton
+from hpcfsdp.checkpoint.format.metadata import MetadataImage, build_metadata_image
 from hpcfsdp.checkpoint.format.plain_values import Types, to_plain
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.content import root_attributes, small_values
 from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, SavePlan, box_blocks
-from hpcfsdp.checkpoint.saving.temporary import BlockWriter, Draft, DraftMissingError, extent_rows, naming_write_errors
+from hpcfsdp.checkpoint.saving.temporary import (
+    BlockWriter,
+    TemporaryFile,
+    TemporaryFileMissingError,
+    extent_rows,
+    naming_write_errors,
+)
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.reshard.whole import as_bytes, checksum
@@ -49,7 +55,7 @@ class Assignment:
     """The coordinator's message to a rank.
 
     Attributes:
-        path, token: of the draft, see ``Draft``.
+        path, token: of the temporary file, see ``TemporaryFile``.
         items: the rank's planned items, by name and offsets.
         places: by item, its tensor in the file and the tensor's first byte; None for other values.
         num_ranks: that save.
@@ -89,12 +95,12 @@ class Written:
 class _Pending:
     """The coordinator's state between planning and ``finish``."""
 
-    draft: Draft
+    temporary: TemporaryFile
     plan: SavePlan
     items: list[tuple[MetadataIndex, ...]]
     entries: dict[str, Entry]
     attributes: Mapping[str, Any]
-    skeleton: Skeleton
+    metadata_image: MetadataImage
 
 
 class HDF5Writer(StorageWriter):
@@ -188,27 +194,27 @@ class HDF5Writer(StorageWriter):
             if [each.storage_data for each in plans] == [(rank, len(plans)) for rank in range(len(plans))]:
                 plan, rounds = plan_exchange(plans, plan, tensors)
             attributes = root_attributes(self._step, len(plans))
-            skeleton = build_skeleton(plan.specs, (), len(plan.blocks), attributes, {})
+            metadata_image = build_metadata_image(plan.specs, (), len(plan.blocks), attributes, {})
             token = new_token()
-            draft = Draft(self._files, path, token)
-            self._discard = weakref.finalize(self, draft.discard)
+            temporary = TemporaryFile(self._files, path, token)
+            self._discard = weakref.finalize(self, temporary.discard)
             try:
-                draft.create(skeleton.nbytes)
+                temporary.create(metadata_image.nbytes)
             except BaseException:
                 self._abandon()
                 raise
         items = [tuple(item.index for item in plan.items) for plan in plans]
-        self._pending = _Pending(draft, plan, items, entries, attributes, skeleton)
+        self._pending = _Pending(temporary, plan, items, entries, attributes, metadata_image)
         messages = []
         for rank, (own, indices) in enumerate(zip(plans, items, strict=True)):
             known = [tensors.get(index.fqn) for index in indices]
-            places = tuple(None if i is None else (plan.specs[i], skeleton.offsets[i]) for i in known)
+            places = tuple(None if i is None else (plan.specs[i], metadata_image.offsets[i]) for i in known)
             assignment = Assignment(path, token, indices, places, len(plans))
             if any(rounds):
                 mine = rounds[rank]
                 exchanged = frozenset(piece.place for round_ in mine for piece in round_.sent)
                 numbers = {rows.tensor for round_ in mine for rows in round_.rows}
-                rows = {number: (plan.specs[number], skeleton.offsets[number]) for number in numbers}
+                rows = {number: (plan.specs[number], metadata_image.offsets[number]) for number in numbers}
                 assignment = dataclasses.replace(assignment, exchanged=exchanged, rounds=mine, rows=rows)
             messages.append(dataclasses.replace(own, storage_data=assignment))
         return messages
@@ -219,15 +225,15 @@ class HDF5Writer(StorageWriter):
         Raises CheckpointError if that fails, or a value cannot be stored. The file is then removed.
         """
         assignment = plan.storage_data
-        draft = Draft(self._files, assignment.path, assignment.token)
+        temporary = TemporaryFile(self._files, assignment.path, assignment.token)
         comm = None if assignment.rounds is None else cast(World, _world_here()).host
         try:
-            results = _write_items(draft, plan.items, assignment, planner, comm)
+            results = _write_items(temporary, plan.items, assignment, planner, comm)
             whole = self._whole if assignment.num_ranks > 1 else ()
             digests = {item.index.fqn: _digest(item, planner) for item in whole}
             results.append(WriteResult(MetadataIndex(""), 0, digests))  # behind those of items
         except BaseException:
-            draft.discard()  # the coordinator would not know in time
+            temporary.discard()  # the coordinator would not know in time
             raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -241,25 +247,28 @@ class HDF5Writer(StorageWriter):
         pending = self._pending
         assert pending is not None
         try:
-            with naming_write_errors(pending.draft.path):
+            with naming_write_errors(pending.temporary.path):
                 _compare(pending, [own[-1].storage_data for own in results])
                 results = [own[:-1] for own in results]
                 if [tuple(result.index for result in own) for own in results] != pending.items:
                     raise CheckpointError("ranks have written other items than planned")
                 written = [[result.storage_data for result in own] for own in results]
                 sums = [b"".join([*(each.sums for each in own), *(each.row_sums for each in own)]) for own in written]
-                rows = extent_rows(pending.plan, pending.skeleton.offsets, sums)
+                rows = extent_rows(pending.plan, pending.metadata_image.offsets, sums)
                 rows = rows[np.lexsort((rows["start"], rows["tensor"]))]
-                skeleton = build_skeleton(
+                metadata_image = build_metadata_image(
                     pending.plan.specs,
                     (),
                     len(rows),
                     pending.attributes,
                     self._small_values(pending.entries, [result for own in results for result in own]),
                 )
-                if (skeleton.offsets, skeleton.table) != (pending.skeleton.offsets, pending.skeleton.table):
+                if (metadata_image.offsets, metadata_image.table) != (
+                    pending.metadata_image.offsets,
+                    pending.metadata_image.table,
+                ):
                     raise CheckpointError("HDF5 laid the file out in another way than when it was created")
-                pending.draft.commit(skeleton, rows)
+                pending.temporary.commit(metadata_image, rows)
         except BaseException:
             self._abandon()
             raise
@@ -331,7 +340,7 @@ def _world_here() -> World | None:
 
 
 def _write_items(
-    draft: Draft,
+    temporary: TemporaryFile,
     items: Sequence[WriteItem],
     assignment: Assignment,
     planner: SavePlanner,
@@ -340,7 +349,7 @@ def _write_items(
     """Writes tensors and looks up other values. Collective over `comm`, None if ranks exchange nothing."""
 
     def agree() -> contextlib.AbstractContextManager[None]:
-        return _agreeing(comm, draft)
+        return _agreeing(comm, temporary)
 
     with contextlib.ExitStack() as stack:
         with agree():
@@ -352,10 +361,10 @@ def _write_items(
             own = [n for n, place in enumerate(assignment.places) if place and n not in assignment.exchanged]
             fd = -1
             if assignment.rows or any(box_of(items[number]).numel for number in own):
-                fd = stack.enter_context(draft.opened())
+                fd = stack.enter_context(temporary.opened())
             written = {n: _look_up(items[n], planner) for n, place in enumerate(assignment.places) if place is None}
             written |= dict.fromkeys(assignment.exchanged, Written())
-            written |= _write_own(draft.files, fd, items, own, assignment, planner)
+            written |= _write_own(temporary.files, fd, items, own, assignment, planner)
         row_sums = b""
         if comm is not None:
             exchange, values_of = Exchange(comm), functools.partial(_values_of, items, assignment, planner)
@@ -363,10 +372,10 @@ def _write_items(
                 specs = [assignment.rows[rows.tensor][0] for rows in round_.rows]
                 arrays = exchange.rows_of(round_, specs, values_of, agree)
                 with agree():
-                    row_sums += _write_rows(draft.files, fd, round_, arrays, assignment)
+                    row_sums += _write_rows(temporary.files, fd, round_, arrays, assignment)
         with agree():
             if fd >= 0:
-                draft.files.sync(fd)
+                temporary.files.sync(fd)
             stack.close()
     if items:
         written[0] = dataclasses.replace(written[0], row_sums=row_sums)
@@ -378,14 +387,14 @@ def _write_items(
 
 
 @contextlib.contextmanager
-def _agreeing(comm: Communicator | None, draft: Draft) -> Iterator[None]:
+def _agreeing(comm: Communicator | None, temporary: TemporaryFile) -> Iterator[None]:
     """Collective over `comm`, if there is one, at its end: all ranks raise what one has raised. Names the file."""
-    with contextlib.nullcontext() if comm is None else raise_together(comm), naming_write_errors(draft.path):
+    with contextlib.nullcontext() if comm is None else raise_together(comm), naming_write_errors(temporary.path):
         try:
             yield
-        except DraftMissingError:
+        except TemporaryFileMissingError:
             raise CheckpointError(
-                f"{draft.partial} is not here: another rank failed and removed it, or this rank does not see the "
+                f"{temporary.partial} is not here: another rank failed and removed it, or this rank does not see the "
                 "coordinator's file system"
             ) from None
 
@@ -469,7 +478,7 @@ def _compare(pending: _Pending, digests: Sequence[Mapping[str, Any]]) -> None:
                 f"{what}, and a file has one value of each name: call it {name + '.0'!r}, {name + '.1'!r}, ... on the "
                 "ranks, or leave it out (hpcfsdp.checkpoint.save keeps the random numbers of all ranks)"
             )
-        log.warning("%s: %s, and the file has those of one rank", pending.draft.path, what)
+        log.warning("%s: %s, and the file has those of one rank", pending.temporary.path, what)
 
 
 def _look_up(item: WriteItem, planner: SavePlanner) -> Written:

@@ -1,4 +1,4 @@
-"""Opens checkpoint files: reads their bytes and seals, and gives HDF5 the parts it may parse. Not collective."""
+"""Opens checkpoint files: reads their bytes and footers, and gives HDF5 the parts it may parse. Not collective."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import h5py
 
 from hpcfsdp.checkpoint.format.files import Files, reason
-from hpcfsdp.checkpoint.format.footer import Seal, read_regions, read_seal
+from hpcfsdp.checkpoint.format.footer import Footer, read_footer, read_regions
 from hpcfsdp.checkpoint.format.image import KnownRanges
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
@@ -55,10 +55,10 @@ def unreadable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
 
 
 @contextlib.contextmanager
-def open_file(files: Files, path: Path, seal: Seal | None = None) -> Iterator[int]:
+def open_file(files: Files, path: Path, footer: Footer | None = None) -> Iterator[int]:
     """Opens a checkpoint file to read, as a descriptor; raises CheckpointError where that fails.
 
-    With `seal`, raises CheckpointReplacedError if the file has another one by now.
+    With `footer`, raises CheckpointReplacedError if the file has another one by now.
     """
     try:
         fd = files.open_to_read(path)
@@ -68,7 +68,7 @@ def open_file(files: Files, path: Path, seal: Seal | None = None) -> Iterator[in
     except OSError as error:
         raise unreadable(path, error) from None
     try:
-        if seal is not None and read_file_seal(files, fd, path) != seal:
+        if footer is not None and read_file_footer(files, fd, path) != footer:
             raise CheckpointReplacedError(f"{path}: has been replaced since it was opened: open it again")
         yield fd
     finally:
@@ -77,28 +77,28 @@ def open_file(files: Files, path: Path, seal: Seal | None = None) -> Iterator[in
 
 
 @contextlib.contextmanager
-def open_hdf5(files: Files, fd: int, path: Path, seal: Seal | None) -> Iterator[h5py.File]:
-    """Opens a file in HDF5, which sees only the regions that the seal names. Their checksum is verified first."""
-    if seal is None:
+def open_hdf5(files: Files, fd: int, path: Path, footer: Footer | None) -> Iterator[h5py.File]:
+    """Opens a file in HDF5, which sees only the regions that the footer names. Their checksum is verified first."""
+    if footer is None:
         with os.fdopen(os.dup(fd), "rb") as plain, h5py.File(plain, "r") as file:
             yield file
         return
-    known = read_file_regions(files, fd, path, seal)
-    with h5py.File(KnownRanges(seal.file_bytes, known), "r") as file:
+    known = read_file_regions(files, fd, path, footer)
+    with h5py.File(KnownRanges(footer.file_bytes, known), "r") as file:
         yield file
 
 
-def read_file_regions(files: Files, fd: int, path: Path, seal: Seal) -> list[tuple[int, bytes | bytearray]]:
+def read_file_regions(files: Files, fd: int, path: Path, footer: Footer) -> list[tuple[int, bytes | bytearray]]:
     """Reads and verifies all regions of an open file: (first byte, bytes)."""
     with naming_damage(path):
-        MemoryBudget.of_file(files, fd).claim(sum(nbytes for _, nbytes in seal.regions))
-        return read_regions(seal, lambda begin, nbytes: read_bytes(files, fd, path, begin, nbytes))
+        MemoryBudget.of_file(files, fd).claim(sum(nbytes for _, nbytes in footer.regions))
+        return read_regions(footer, lambda begin, nbytes: read_bytes(files, fd, path, begin, nbytes))
 
 
-def read_file_seal(files: Files, fd: int, path: Path) -> Seal | None:
-    """The seal of an open file; None if it has none. Raises CheckpointCorruptError for a damaged seal."""
+def read_file_footer(files: Files, fd: int, path: Path) -> Footer | None:
+    """The footer of an open file; None if it has none. Raises CheckpointCorruptError for a damaged footer."""
     with naming_damage(path):
-        return read_seal(files.size(fd), lambda begin, nbytes: read_bytes(files, fd, path, begin, nbytes))
+        return read_footer(files.size(fd), lambda begin, nbytes: read_bytes(files, fd, path, begin, nbytes))
 
 
 def read_bytes(files: Files, fd: int, path: Path, begin: int, nbytes: int) -> bytearray:

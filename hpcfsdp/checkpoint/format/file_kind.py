@@ -46,7 +46,7 @@ def _head(path: Path) -> bytes:
 
 
 def refuse_incomplete(files: Files, fd: int, path: Path) -> None:
-    """Raises CheckpointCorruptError for an open file without a seal that HDF5 cannot read, with the reason."""
+    """Raises CheckpointCorruptError for an open file without a footer that HDF5 cannot read, with the reason."""
     present = files.size(fd)
     if not present:
         raise CheckpointCorruptError(f"{path}: is empty (0 bytes): was the copy complete?").of_kind("empty")

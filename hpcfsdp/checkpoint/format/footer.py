@@ -1,4 +1,4 @@
-"""The seal: the last bytes of a checkpoint file, which verify everything in it except the tensors' elements.
+"""The footer: the last bytes of a checkpoint file, which verify everything in it except the tensors' elements.
 
 It follows HDF5's part of the file. A reader checks it before HDF5 sees a byte, and a truncated file has none. It is
 written last, so it marks a complete checkpoint. Specified in docs/reference/checkpoint-format.md.
@@ -21,11 +21,11 @@ MOST_REGIONS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Seal:
-    """The content of a seal.
+class Footer:
+    """The content of a footer.
 
     Attributes:
-        file_bytes: of the whole file, including the seal.
+        file_bytes: of the whole file, including the footer.
         regions: (first byte, number of bytes) of everything but tensors, ascending.
         digest: xxh3-64 of the concatenated regions. Different checkpoints have different digests, because the regions
             contain the checksums of the tensors.
@@ -43,23 +43,23 @@ class Seal:
 
 
 def packed_bytes(regions: int) -> int:
-    """The length of a seal over so many regions."""
+    """The length of a footer over so many regions."""
     return _TRAILER.size + regions * _REGION.size
 
 
-def make_seal(regions: Sequence[tuple[int, bytes | bytearray]], data_end: int) -> Seal:
-    """The seal of these regions, (first byte, bytes) ascending, when it is written at `data_end`."""
+def make_footer(regions: Sequence[tuple[int, bytes | bytearray]], data_end: int) -> Footer:
+    """The footer of these regions, (first byte, bytes) ascending, when it is written at `data_end`."""
     digest = xxhash.xxh3_64()
     for _, data in regions:
         digest.update(data)
     places = tuple((begin, len(data)) for begin, data in regions)
-    return Seal(data_end + packed_bytes(len(places)), places, digest.intdigest())
+    return Footer(data_end + packed_bytes(len(places)), places, digest.intdigest())
 
 
-def read_seal(nbytes: int, read: Callable[[int, int], bytes | bytearray]) -> Seal | None:
-    """The seal of a file of `nbytes` bytes; None if it has none. `read` takes an offset and a length.
+def read_footer(nbytes: int, read: Callable[[int, int], bytes | bytearray]) -> Footer | None:
+    """The footer of a file of `nbytes` bytes; None if it has none. `read` takes an offset and a length.
 
-    Raises ValueError, with the reason, for a damaged seal.
+    Raises ValueError, with the reason, for a damaged footer.
     """
     if nbytes < _TRAILER.size:
         return None
@@ -74,21 +74,21 @@ def read_seal(nbytes: int, read: Callable[[int, int], bytes | bytearray]) -> Sea
     table = read(nbytes - length, length - _TRAILER.size)
     if own != xxhash.xxh3_64_intdigest(table + struct.pack("<QQQ", file_bytes, count, digest)):
         raise ValueError("its last bytes do not have their checksum")
-    seal = Seal(file_bytes, tuple(_REGION.iter_unpack(table)), digest)
+    footer = Footer(file_bytes, tuple(_REGION.iter_unpack(table)), digest)
     end = 0
-    for begin, size in seal.regions:
+    for begin, size in footer.regions:
         if begin < end or begin + size > nbytes - length:
             raise ValueError("the regions that its last bytes name overlap, or are not in the file")
         end = begin + size
-    return seal
+    return footer
 
 
-def read_regions(seal: Seal, read: Callable[[int, int], bytes | bytearray]) -> list[tuple[int, bytes | bytearray]]:
-    """Reads all regions; raises ValueError unless they have the seal's checksum."""
-    found = [(begin, read(begin, size)) for begin, size in seal.regions]
+def read_regions(footer: Footer, read: Callable[[int, int], bytes | bytearray]) -> list[tuple[int, bytes | bytearray]]:
+    """Reads all regions; raises ValueError unless they have the footer's checksum."""
+    found = [(begin, read(begin, size)) for begin, size in footer.regions]
     digest = xxhash.xxh3_64()
     for _, data in found:
         digest.update(data)
-    if digest.intdigest() != seal.digest:
+    if digest.intdigest() != footer.digest:
         raise ValueError("its tables or small values do not have their checksum")
     return found

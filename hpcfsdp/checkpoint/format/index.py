@@ -15,12 +15,12 @@ import h5py
 import numpy as np
 
 from hpcfsdp.checkpoint.format import entry_names as names, json_types, schema
-from hpcfsdp.checkpoint.format.access import MemoryBudget, naming_damage, open_file, open_hdf5, read_file_seal
+from hpcfsdp.checkpoint.format.access import MemoryBudget, naming_damage, open_file, open_hdf5, read_file_footer
 from hpcfsdp.checkpoint.format.extents import check_extents, merge_ranges
 from hpcfsdp.checkpoint.format.extra import join_arrays
 from hpcfsdp.checkpoint.format.file_kind import refuse_incomplete
 from hpcfsdp.checkpoint.format.files import Files
-from hpcfsdp.checkpoint.format.footer import Seal, packed_bytes
+from hpcfsdp.checkpoint.format.footer import Footer, packed_bytes
 from hpcfsdp.checkpoint.format.plain_values import from_plain
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo, TensorSpec
 from hpcfsdp.checkpoint.format.small_values import (
@@ -41,7 +41,7 @@ from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 @dataclass(frozen=True)
 class PartFile:
-    """A file next to the checkpoint that stores elements of tensors: its name, bytes, and the digest of its seal."""
+    """A file next to the checkpoint that stores elements of tensors: its name, bytes, and the digest of its footer."""
 
     name: str
     nbytes: int
@@ -61,7 +61,7 @@ class CheckpointIndex:
         extra: that of `info`, as ``plain_values.to_plain`` gives it.
         module_states: extra states of modules (``get_extra_state``), by name, likewise, with their types.
         metrics: numbers that training has noted, by name: steps (int64) and values (float64), both 1-D.
-        seal: of the file.
+        footer: of the file.
         parts: files next to this one that store elements of tensors; number n in `extents` is the one at n - 1.
         state_dict: the places of a state dict's entries, as ``torch.distributed.checkpoint`` has saved it, see
             ``dcp.entry_names.Entry``; None for a file that it did not write.
@@ -74,7 +74,7 @@ class CheckpointIndex:
     param_groups: list[dict[str, Any]] | None
     scalars: dict[str, Any] | None
     rng: dict[str, np.ndarray]
-    seal: Seal
+    footer: Footer
     first_rows: dict[str, tuple[int, int]] = field(repr=False)
     """First row and end of each tensor's runs in `extents`."""
     metrics: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
@@ -112,23 +112,23 @@ def open_index(path: str | os.PathLike[str], files: Files | None = None) -> Chec
 
 def read_index(files: Files, fd: int, path: Path) -> CheckpointIndex:
     """Reads the index of an open file, see ``open_index``. HDF5 only parses bytes with a verified checksum."""
-    seal = read_file_seal(files, fd, path)
+    footer = read_file_footer(files, fd, path)
     try:
-        if seal is None:
+        if footer is None:
             refuse_incomplete(files, fd, path)
-        with open_hdf5(files, fd, path, seal) as file:
+        with open_hdf5(files, fd, path, footer) as file:
             version = check_kind(path, file)
-            if seal is None and not required_attribute(file, "committed", int):
+            if footer is None and not required_attribute(file, "committed", int):
                 raise CheckpointCorruptError(
                     f"{path}: was never finished: its writer stopped before the commit mark"
                 ).of_kind("unfinished")
-            if seal is None:
+            if footer is None:
                 raise CheckpointCorruptError(
-                    f"{path}: damaged: the seal that ends a file of format {version} is missing"
+                    f"{path}: damaged: the footer that ends a file of format {version} is missing"
                 )
             with naming_damage(path):
                 budget = MemoryBudget.of_file(files, fd)
-            return _read_sealed(path, file, seal, budget)
+            return _read_sealed(path, file, footer, budget)
     except CheckpointError:
         raise
     except Exception as error:  # h5py raises half a dozen types on damaged files
@@ -136,9 +136,9 @@ def read_index(files: Files, fd: int, path: Path) -> CheckpointIndex:
         raise CheckpointCorruptError(f"{path}: damaged: HDF5 cannot read it ({problem})") from error
 
 
-def _read_sealed(path: Path, file: h5py.File, seal: Seal, budget: MemoryBudget) -> CheckpointIndex:
-    regions = [(begin, begin + nbytes) for begin, nbytes in seal.regions]
-    values = Values(path, file, seal.file_bytes - packed_bytes(len(regions)), budget)
+def _read_sealed(path: Path, file: h5py.File, footer: Footer, budget: MemoryBudget) -> CheckpointIndex:
+    regions = [(begin, begin + nbytes) for begin, nbytes in footer.regions]
+    values = Values(path, file, footer.file_bytes - packed_bytes(len(regions)), budget)
     small = read_small(values)
     specs = read_specs(small[schema.TENSORS], small[schema.SHAPES])
     links = read_links(small[schema.LINKS], specs)
@@ -147,7 +147,7 @@ def _read_sealed(path: Path, file: h5py.File, seal: Seal, budget: MemoryBudget) 
         raise ValueError(f"{schema.EXTENTS} is no table of extents")
     parts = tuple(PartFile(*part) for part in read_parts(values, regions))
     used = merge_ranges([*regions, *values.places])
-    first_rows = check_extents(path, specs, rows, used, seal.file_bytes, [part.nbytes for part in parts])
+    first_rows = check_extents(path, specs, rows, used, footer.file_bytes, [part.nbytes for part in parts])
     extra, config = read_extra(small, schema.EXTRA_VALUES), read_json(small, schema.CONFIG)
     groups, scalars, state_dict = (
         read_json(small, name) if name in small else None
@@ -182,7 +182,7 @@ def _read_sealed(path: Path, file: h5py.File, seal: Seal, budget: MemoryBudget) 
         metrics=read_metrics(small),
         extra=extra,
         module_states=states,
-        seal=seal,
+        footer=footer,
         parts=parts,
         state_dict=state_dict,
     )

@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.footer import Seal, make_seal, packed_bytes
+from hpcfsdp.checkpoint.format.footer import Footer, make_footer, packed_bytes
 from hpcfsdp.checkpoint.format.image import SparseImage
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointError
@@ -45,7 +45,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Skeleton:
+class MetadataImage:
     """The bytes of a file around those of its tensors.
 
     Attributes:
@@ -67,16 +67,16 @@ class Skeleton:
         """Bytes of the whole file."""
         return self.data_end + packed_bytes(len(self.regions) + 1 + bool(self.files))
 
-    def sealed(self, rows: np.ndarray, files: np.ndarray | None = None) -> tuple[list[tuple[int, bytes]], Seal]:
-        """All regions, (first byte, bytes), with the table of extents and that of other files, and the file's seal."""
+    def sealed(self, rows: np.ndarray, files: np.ndarray | None = None) -> tuple[list[tuple[int, bytes]], Footer]:
+        """All regions, (first byte, bytes), with the table of extents and that of other files, and the footer."""
         tables = [(self.table, rows.tobytes())]
         if files is not None:
             tables.append((self.files, files.tobytes()))
         regions = sorted([*self.regions, *tables])
-        return regions, make_seal(regions, self.data_end)
+        return regions, make_footer(regions, self.data_end)
 
 
-def build_skeleton(
+def build_metadata_image(
     specs: Iterable[TensorSpec],
     links: Iterable[tuple[str, str]],
     num_extents: int,
@@ -85,7 +85,7 @@ def build_skeleton(
     *,
     sources: Mapping[int, Sequence[Source]] | None = None,
     file_names: Sequence[str] = (),
-) -> Skeleton:
+) -> MetadataImage:
     """Has HDF5 lay a file out.
 
     Args:
@@ -118,7 +118,7 @@ def build_skeleton(
         for path, value in small.items():
             _write(file, path, np.bytes_(value) if isinstance(value, bytes) else np.asarray(value))
         _mark_metrics(file, small)
-    return Skeleton(base.offsets, tuple(_regions(image, base.elsewhere)), base.table, image.nbytes, base.files)
+    return MetadataImage(base.offsets, tuple(_regions(image, base.elsewhere)), base.table, image.nbytes, base.files)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class _Base:
 
     Attributes:
         image: the file, with zeros for the values of attributes.
-        offsets, table, files: as in ``Skeleton``.
+        offsets, table, files: as in ``Metadata image``.
         elsewhere: (first byte, number of bytes) outside of the regions, ascending.
         groups: that exist.
     """
@@ -158,7 +158,7 @@ def _base_of(
     with _opened(image, "w") as file:
         for name, dtype, shape in marks:
             file.attrs[name] = np.zeros(shape, dtype)
-        file.attrs["committed"] = np.uint8(1)  # for readers that know HDF5 alone: it comes to the disk with the seal
+        file.attrs["committed"] = np.uint8(1)  # for readers that know HDF5 alone: it comes to the disk with the footer
         order = h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED  # the model's group keeps its tensors' order
         layout = _group_layout()
         layout.set_link_creation_order(order)

@@ -1,7 +1,7 @@
 """Part files: each stores the tensors' elements that one node wrote, next to the checkpoint file. Not collective.
 
 A part's name is unique to one save, so that an old checkpoint and a new one never share a part; a checkpoint records
-name, size and seal digest of its parts.
+name, size and footer digest of its parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from hpcfsdp.checkpoint.format.catalog import abandoned_partials, was_abandoned
 from hpcfsdp.checkpoint.format.file_kind import is_hdf5
 from hpcfsdp.checkpoint.format.files import Files
-from hpcfsdp.checkpoint.format.footer import Seal, read_seal
+from hpcfsdp.checkpoint.format.footer import Footer, read_footer
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.errors import CheckpointError
 
@@ -66,7 +66,7 @@ def owned_parts(path: Path, files: Files | None = None) -> list[Path]:
         index = open_index(path, files)
         names = [part.name for part in index.parts if part.name in candidates]
         others = (other for other in _checkpoints(path.parent) if other != path)
-        if names and not any(_may_name(other, names, index.seal) for other in others):
+        if names and not any(_may_name(other, names, index.footer) for other in others):
             return [_folder_of(path) / name for name in names]
     return []
 
@@ -122,8 +122,8 @@ def _checkpoints(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _may_name(path: Path, names: list[str], seal: Seal | None) -> bool:
-    """Whether an HDF5 file may name one of these parts of the checkpoint with this seal.
+def _may_name(path: Path, names: list[str], footer: Footer | None) -> bool:
+    """Whether an HDF5 file may name one of these parts of the checkpoint with this footer.
 
     A sealed file names them only if it is a copy of the checkpoint, because names are unique to a save. Files of other
     programs are searched for the names.
@@ -135,9 +135,9 @@ def _may_name(path: Path, names: list[str], seal: Seal | None) -> bool:
             return file.read(nbytes)
 
         with contextlib.suppress(ValueError):
-            found = read_seal(os.fstat(file.fileno()).st_size, read)
+            found = read_footer(os.fstat(file.fileno()).st_size, read)
             if found is not None:
-                return found == seal
+                return found == footer
         head = read(0, _LOOKED_AT)
         return any(name.encode() in head for name in names)
 

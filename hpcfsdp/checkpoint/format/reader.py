@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.access import naming_damage, open_file, read_file_seal
+from hpcfsdp.checkpoint.format.access import naming_damage, open_file, read_file_footer
 from hpcfsdp.checkpoint.format.files import Files, reason
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, PartFile
 from hpcfsdp.checkpoint.format.schema import TensorSpec
@@ -82,7 +82,7 @@ class BlockReader:
 
     def __enter__(self) -> BlockReader:
         """Opens the file; raises CheckpointReplacedError if it is another one by now."""
-        self._fd = self._stack.enter_context(open_file(self._files, self.path, self._index.seal))
+        self._fd = self._stack.enter_context(open_file(self._files, self.path, self._index.footer))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,7 +107,7 @@ class BlockReader:
                 if len(self._parts) > _OPEN_PARTS:
                     self._close_oldest_part()
             except CheckpointError as error:
-                with open_file(self._files, self.path, self._index.seal):
+                with open_file(self._files, self.path, self._index.footer):
                     pass  # it has not been replaced
                 if path.exists():
                     raise
@@ -345,8 +345,8 @@ def _check_part(master: Path, part: PartFile, path: Path, files: Files, fd: int)
     size = files.size(fd)
     if size < part.nbytes:
         raise CheckpointCorruptError(f"{path}: truncated: {master.name} knows it with {part.nbytes} bytes, not {size}")
-    seal = read_file_seal(files, fd, path)
-    if seal is None or (size, seal.digest) != (part.nbytes, part.digest):
+    footer = read_file_footer(files, fd, path)
+    if footer is None or (size, footer.digest) != (part.nbytes, part.digest):
         raise CheckpointCorruptError(f"{path}: damaged, or not the part that {master.name} was written with")
 
 

@@ -106,7 +106,7 @@ def link_table_dtype(longest_path: int) -> np.dtype:
 
 
 def file_table_dtype(longest_name: int) -> np.dtype:
-    """A row of meta/files: the name, next to this file, its bytes, and the digest of its seal."""
+    """A row of meta/files: the name, next to this file, its bytes, and the digest of its footer."""
     return np.dtype([("name", f"S{max(1, longest_name)}"), ("nbytes", "<u8"), ("digest", "<u8")])
 
 

@@ -145,7 +145,7 @@ class Values:
 
 
 def read_small(values: Values) -> dict[str, Any]:
-    """All datasets but tensors and the table of extents, as they were given to ``skeleton.build_skeleton``."""
+    """All datasets but tensors and the table of extents, as they were given to ``build_metadata_image``."""
     names = [name for name in _SINGLE if values.get(name) is not None]
     for group in (schema.EXTRA_ARRAYS, schema.RNG):
         names += [f"{group}/{name}" for name in values.names(group)]
@@ -184,7 +184,7 @@ def read_links(links: np.ndarray, specs: dict[str, TensorSpec]) -> dict[str, str
 
 
 def read_parts(values: Values, regions: Iterable[tuple[int, int]]) -> list[tuple[str, int, int]]:
-    """Part files: name, bytes, and the digest of the seal. Raises ValueError for a name outside of this folder."""
+    """Part files: name, bytes, and the digest of the footer. Raises ValueError for a name outside of this folder."""
     if values.get(schema.FILES) is None:
         return []
     table = values.read(schema.FILES, regions)

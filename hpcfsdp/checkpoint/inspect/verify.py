@@ -11,10 +11,10 @@ import h5py
 import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.access import open_file, open_hdf5, read_bytes, read_file_regions, read_file_seal
+from hpcfsdp.checkpoint.format.access import open_file, open_hdf5, read_bytes, read_file_footer, read_file_regions
 from hpcfsdp.checkpoint.format.extents import elements_in
 from hpcfsdp.checkpoint.format.files import Files, reason
-from hpcfsdp.checkpoint.format.footer import Seal, packed_bytes
+from hpcfsdp.checkpoint.format.footer import Footer, packed_bytes
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.json_types import odd_hyper_parameters
 from hpcfsdp.checkpoint.format.reader import BlockReader
@@ -60,7 +60,7 @@ class Report:
 def verify_file(path: str | os.PathLike[str], advance: Advance = ignore, files: Files | None = None) -> Report:
     """Checks every byte of a checkpoint; not collective. A few blocks are in memory at a time.
 
-    Checks the seal, all tables and small values, HDF5's metadata of each tensor against the tables, aliases of tied
+    Checks the footer, all tables and small values, HDF5's metadata of each tensor against the tables, aliases of tied
     tensors, the checksum of every run of elements, and that the bytes in between are zero.
 
     Args:
@@ -84,9 +84,9 @@ def verify_file(path: str | os.PathLike[str], advance: Advance = ignore, files: 
 
 
 def _check_all(index: CheckpointIndex, files: Files, path: Path, advance: Advance) -> Report:
-    with open_file(files, path, index.seal) as fd:
+    with open_file(files, path, index.footer) as fd:
         faults = _structure_faults(index, files, fd)
-        faults += _gap_faults(index, 0, index.seal, files, fd)
+        faults += _gap_faults(index, 0, index.footer, files, fd)
         nbytes = files.size(fd) + sum(part.nbytes for part in index.parts)
     faults += _data_faults(index, files, advance)
     return Report(path, tuple(faults), len(index.tensors), nbytes)
@@ -99,7 +99,7 @@ def _without(path: Path, error: Exception) -> str:
 def _structure_faults(index: CheckpointIndex, files: Files, fd: int) -> list[Fault]:
     """Compares HDF5's metadata with the tables."""
     try:
-        with open_hdf5(files, fd, index.info.path, index.seal) as file:
+        with open_hdf5(files, fd, index.info.path, index.footer) as file:
             return list(_differences(index, file))
     except CheckpointError:
         raise
@@ -171,16 +171,16 @@ def _tensor_differences(index: CheckpointIndex, spec: TensorSpec, dataset: h5py.
             )
 
 
-def _gap_faults(index: CheckpointIndex, number: int, seal: Seal, files: Files, fd: int) -> Iterator[Fault]:
+def _gap_faults(index: CheckpointIndex, number: int, footer: Footer, files: Files, fd: int) -> Iterator[Fault]:
     """Nonzero bytes that belong to nothing, the first of each gap.
 
     `number` of the file is as in the table of extents.
     """
     path = _path_of(index, number)
-    regions = np.array(seal.regions, np.int64).reshape(-1, 2)
+    regions = np.array(footer.regions, np.int64).reshape(-1, 2)
     itemsizes = np.array([spec.itemsize for spec in index.tensors.values()], np.int64)
     run_begins, run_ends = elements_in(index.extents, itemsizes, number)
-    end = seal.file_bytes - packed_bytes(len(seal.regions))
+    end = footer.file_bytes - packed_bytes(len(footer.regions))
     begins = np.concatenate([regions[:, 0], run_begins, [end]])
     order = np.argsort(begins, kind="stable")
     ends = np.concatenate([regions.sum(axis=1), run_ends, [end]])[order]
@@ -230,15 +230,15 @@ def _part_faults(index: CheckpointIndex, number: int, files: Files) -> Iterator[
     """Damage in a part outside of its elements."""
     path = _path_of(index, number)
     with open_file(files, path) as fd:
-        seal = read_file_seal(files, fd, path)
-        if seal is None:
+        footer = read_file_footer(files, fd, path)
+        if footer is None:
             raise CheckpointReplacedError(f"{path}: has been replaced since it was opened")
         try:
-            read_file_regions(files, fd, path, seal)
+            read_file_regions(files, fd, path, footer)
         except CheckpointCorruptError as error:
             yield Fault("", f"{path.name}: {_without(path, error)}")
         try:
-            yield from _gap_faults(index, number, seal, files, fd)
+            yield from _gap_faults(index, number, footer, files, fd)
         except CheckpointCorruptError as error:
             yield Fault("", f"{path.name}: {_without(path, error)}")
 

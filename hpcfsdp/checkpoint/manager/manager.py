@@ -26,7 +26,7 @@ from hpcfsdp.checkpoint.saving.pending import PendingSave
 from hpcfsdp.checkpoint.saving.same_call import GivenPath, compare_calls
 from hpcfsdp.checkpoint.saving.staging import Ring
 from hpcfsdp.checkpoint.saving.temporary import naming_write_errors
-from hpcfsdp.checkpoint.saving.writer import make_draft, save_given, writer_class
+from hpcfsdp.checkpoint.saving.writer import make_temporary_file, save_given, writer_class
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import (
     CheckpointCorruptError,
@@ -201,8 +201,8 @@ class CheckpointManager:
             if comm.rank == 0:
                 self._committed(path, step, began_s)
             return path
-        draft = make_draft(comm, path_of, given, self._writer, self._files, asynchronous=True)
-        with naming_write_errors(draft.path):
+        temporary = make_temporary_file(comm, path_of, given, self._writer, self._files, asynchronous=True)
+        with naming_write_errors(temporary.path):
             collected = collect_content(comm, given, self._kept)
         # Users may change arrays afterwards.
         given_small = collected.content.small.items()
@@ -212,12 +212,12 @@ class CheckpointManager:
         with raise_together(own):
             nbytes = sum(round_up(size, _LINE_BYTES) for size in collected.sizes(comm.rank))
             ring = self._ring_of(nbytes, pinned=collected.is_on_accelerator)
-        pending = PendingSave(own, draft, content, ring, lambda path: self._committed(path, step, began_s))
+        pending = PendingSave(own, temporary, content, ring, lambda path: self._committed(path, step, began_s))
         self._last = pending
         pending.stage(collected)
         self._pending = pending
         self._held_s += time.perf_counter() - began_s
-        return draft.path
+        return temporary.path
 
     @public_call("CheckpointManager.step")
     def step(self) -> None:

@@ -86,7 +86,7 @@ def plan_removal(
 ) -> Removal:
     """Chooses the files to remove from a folder; not collective, removes nothing.
 
-    Opens the newest files first, until one is valid: its seal is right, and with it everything but the tensors'
+    Opens the newest files first, until one is valid: its footer is right, and with it everything but the tensors'
     elements. That one stays, whatever the rules are; if none is valid, all stay. So do targets of links that stay.
     `spare` lists files that always stay.
     Raises UsageError as ``check_rules``, OSError if the folder cannot be read.

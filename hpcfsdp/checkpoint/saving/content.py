@@ -16,7 +16,7 @@ from hpcfsdp import _compat, accelerator
 from hpcfsdp._version import __version__
 from hpcfsdp.checkpoint.format import extra as extras, schema
 from hpcfsdp.checkpoint.format.extra import leaves_of
-from hpcfsdp.checkpoint.format.metadata import Skeleton, build_skeleton
+from hpcfsdp.checkpoint.format.metadata import MetadataImage, build_metadata_image
 from hpcfsdp.checkpoint.format.plain_values import to_plain
 from hpcfsdp.checkpoint.loading.match import check_patterns, chosen_of, is_chosen
 from hpcfsdp.checkpoint.saving import rng
@@ -58,9 +58,11 @@ class Content:
     attributes: Mapping[str, Any]
     small: Mapping[str, np.ndarray | bytes]
 
-    def skeleton(self) -> Skeleton:
+    def metadata_image(self) -> MetadataImage:
         """Lays the file out, without the tensors' bytes."""
-        return build_skeleton(self.plan.specs, self.plan.links, len(self.plan.blocks), self.attributes, self.small)
+        return build_metadata_image(
+            self.plan.specs, self.plan.links, len(self.plan.blocks), self.attributes, self.small
+        )
 
 
 def root_attributes(step: int, world_size: int) -> dict[str, Any]:

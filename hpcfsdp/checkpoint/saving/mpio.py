@@ -52,14 +52,14 @@ class MpioWriter(PosixWriter):
     def begin(self) -> None:
         """Makes the file on rank 0: HDF5's metadata, and room for the tensors."""
         super().begin()
-        with raise_together(self._comm), naming_write_errors(self._draft.path):
-            if self._skeleton is not None:
-                with self._draft.opened() as fd:
+        with raise_together(self._comm), naming_write_errors(self._temporary.path):
+            if self._metadata_image is not None:
+                with self._temporary.opened() as fd:
                     # Where a collective write fails on one rank, some MPI libraries leave the others waiting.
-                    self._draft.files.reserve(fd, self._skeleton.nbytes)
-                    for begin, data in self._skeleton.regions:
-                        self._draft.files.write(fd, [memoryview(data)], begin)
-                    self._draft.files.sync(fd)  # another node's HDF5 reads it
+                    self._temporary.files.reserve(fd, self._metadata_image.nbytes)
+                    for begin, data in self._metadata_image.regions:
+                        self._temporary.files.write(fd, [memoryview(data)], begin)
+                    self._temporary.files.sync(fd)  # another node's HDF5 reads it
 
     def write(self, tensors: Sequence[StateTensor]) -> None:
         """Writes this rank's blocks and syncs them. `tensors` are in the plan's order.
@@ -67,32 +67,32 @@ class MpioWriter(PosixWriter):
         Every rank makes the same calls of HDF5 in the same order, even without data, and after a failure: errors are
         raised when all ranks have finished a stage.
         """
-        comm, draft, plan = self._comm, self._draft, self._content.plan
+        comm, temporary, plan = self._comm, self._temporary, self._content.plan
         own = plan.blocks_of(comm.rank)
         self._sums = np.zeros(len(own), np.uint64)
         stages = by_stage(tensors)  # the same on all ranks
         with self._hdf5() as file:
             writer = _Blocks(plan, own, file, bytes_in_memory(plan, tensors), self._sums)
-            with raise_together(comm), naming_write_errors(draft.path):
+            with raise_together(comm), naming_write_errors(temporary.path):
                 writer.write(stages.get(None, ()))
             for staged in staged_of(tensors):
                 staged.gather()
-                with raise_together(comm), naming_write_errors(draft.path):
+                with raise_together(comm), naming_write_errors(temporary.path):
                     writer.write(stages[staged])
                 staged.free()
-        with raise_together(comm), naming_write_errors(draft.path), draft.opened() as fd:
-            draft.files.sync(fd)
+        with raise_together(comm), naming_write_errors(temporary.path), temporary.opened() as fd:
+            temporary.files.sync(fd)
 
     @contextlib.contextmanager
     def _hdf5(self) -> Iterator[h5py.File]:
         """Opens the file on all ranks; errors of opening and closing are raised on all ranks. Collective."""
         ranks = self._comm.all_gather_object(load_mpi().COMM_WORLD.rank)
-        with raise_together(self._comm), naming_write_errors(self._draft.path):
+        with raise_together(self._comm), naming_write_errors(self._temporary.path):
             mpi = _mpi_of(ranks)
         file: h5py.File | None = None
         try:
-            with raise_together(self._comm), naming_write_errors(self._draft.path):
-                file = h5py.File(self._draft.partial, "r+", driver="mpio", comm=mpi, libver=schema.LIBVER)
+            with raise_together(self._comm), naming_write_errors(self._temporary.path):
+                file = h5py.File(self._temporary.partial, "r+", driver="mpio", comm=mpi, libver=schema.LIBVER)
             yield file
         except BaseException:
             with contextlib.suppress(Exception):  # the first error counts
@@ -100,7 +100,7 @@ class MpioWriter(PosixWriter):
                     file.close()
             raise
         else:
-            with raise_together(self._comm), naming_write_errors(self._draft.path):
+            with raise_together(self._comm), naming_write_errors(self._temporary.path):
                 file.close()
         finally:
             mpi.Free()

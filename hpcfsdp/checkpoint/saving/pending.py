@@ -25,11 +25,17 @@ import numpy as np
 import torch
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.metadata import Skeleton, build_skeleton
+from hpcfsdp.checkpoint.format.metadata import MetadataImage, build_metadata_image
 from hpcfsdp.checkpoint.saving.content import Collected, Content, memory_of_blocks
 from hpcfsdp.checkpoint.saving.copies import Blocks
 from hpcfsdp.checkpoint.saving.staging import Ring
-from hpcfsdp.checkpoint.saving.temporary import BlockWriter, Draft, DraftMissingError, extent_rows, naming_write_errors
+from hpcfsdp.checkpoint.saving.temporary import (
+    BlockWriter,
+    TemporaryFile,
+    TemporaryFileMissingError,
+    extent_rows,
+    naming_write_errors,
+)
 from hpcfsdp.checkpoint.saving.writer import gather_sums, places_by_stage
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
@@ -127,7 +133,7 @@ class PendingSave:
     def __init__(
         self,
         comm: Communicator,
-        draft: Draft,
+        temporary: TemporaryFile,
         content: Content,
         ring: Ring,
         committed: Callable[[Path], None],
@@ -139,10 +145,16 @@ class PendingSave:
             ring: not in use; holds the largest block.
             committed: called in a thread of rank 0 after the commit.
         """
-        self.path, self.ended = draft.path, False
-        self._comm, self._draft, self._content, self._ring, self._committed = comm, draft, content, ring, committed
+        self.path, self.ended = temporary.path, False
+        self._comm, self._temporary, self._content, self._ring, self._committed = (
+            comm,
+            temporary,
+            content,
+            ring,
+            committed,
+        )
         self._own = content.plan.blocks_of(comm.rank)
-        self._laying: Task[Skeleton] | None = None
+        self._laying: Task[MetadataImage] | None = None
         self._task: Task[np.ndarray] | None = None
         self._commit_task: Task[None] | None = None
         self._all_written = False
@@ -249,10 +261,10 @@ class PendingSave:
         if self._comm.rank == 0:
             if self._laying is not None:
                 self._laying.wait()  # or it would make the file afterwards
-            self._draft.discard()
+            self._temporary.discard()
 
     def leave(self) -> None:
-        """At the program's end: logs a lost file and removes the draft. Not collective."""
+        """At the program's end: logs a lost file and removes the temporary file. Not collective."""
         if self._commit_task is not None and self._commit_task.wait() and not self._commit_task.has_failed:
             return  # rank 0 has come to the end of it alone
         if self._all_written and self._comm.rank != 0:
@@ -306,14 +318,14 @@ class PendingSave:
         while (group := pieces.next_group(most)) and self._ring.put(group, wait=wait):
             pieces.done()
 
-    def _lay_out(self) -> Skeleton:
+    def _lay_out(self) -> MetadataImage:
         """In a thread: lays the file out; rank 0 makes it."""
         content, is_first = self._content, self._comm.rank == 0
         self._may_begin.wait()
         if self._ring.stopped:
             raise CheckpointError(f"{self.path}: was given up before it was begun")
         with naming_write_errors(self.path):
-            skeleton = build_skeleton(
+            metadata_image = build_metadata_image(
                 content.plan.specs,
                 content.plan.links,
                 len(content.plan.blocks),
@@ -321,12 +333,12 @@ class PendingSave:
                 content.small if is_first else {},
             )
             if is_first:
-                self._draft.create(skeleton.nbytes)
-        return skeleton
+                self._temporary.create(metadata_image.nbytes)
+        return metadata_image
 
     def _write(self) -> np.ndarray:
         """In a thread: writes the blocks that come through the ring and syncs; their checksums, uint64."""
-        draft, ring = self._draft, self._ring
+        temporary, ring = self._temporary, self._ring
         sums, plan = np.zeros(len(self._own), np.uint64), self._content.plan
         own = plan.blocks[self._own]
         sizes = own["numel"].astype(np.int64) * own["count"] * plan.itemsizes[own["tensor"]]
@@ -334,7 +346,7 @@ class PendingSave:
             offsets = self._laying.result().offsets
             with naming_write_errors(self.path), self._opened() as fd:
                 views: dict[int, np.ndarray] = {}
-                blocks = BlockWriter(draft.files, fd, plan, offsets, views.__getitem__)
+                blocks = BlockWriter(temporary.files, fd, plan, offsets, views.__getitem__)
                 while staged := ring.take(BlockWriter.AT_ONCE):
                     places = [place for piece in staged for place in piece.key.places]
                     for piece in staged:
@@ -346,7 +358,7 @@ class PendingSave:
                     views.clear()
                     ring.release(staged)
                 if not ring.stopped:
-                    draft.files.sync(fd)
+                    temporary.files.sync(fd)
         except BaseException:
             ring.stop()  # who puts more in must not wait for room
             raise
@@ -358,9 +370,9 @@ class PendingSave:
         with contextlib.ExitStack() as stack:
             while True:
                 try:
-                    fd = stack.enter_context(self._draft.opened())
+                    fd = stack.enter_context(self._temporary.opened())
                     break
-                except DraftMissingError:
+                except TemporaryFileMissingError:
                     made_s = self._made_s
                     late = made_s is not None and time.monotonic() - made_s > VISIBLE_WITHIN_S
                     if late or self._comm.rank == 0 or self._ring.stopped:
@@ -371,8 +383,8 @@ class PendingSave:
     def _commit(self, sums: Sequence[bytes]) -> None:
         """In a thread of rank 0."""
         with naming_write_errors(self.path):
-            skeleton = self._laying.result()
-            self._draft.commit(skeleton, extent_rows(self._content.plan, skeleton.offsets, sums))
+            metadata_image = self._laying.result()
+            self._temporary.commit(metadata_image, extent_rows(self._content.plan, metadata_image.offsets, sums))
         self._committed(self.path)
 
 

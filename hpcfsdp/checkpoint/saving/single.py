@@ -14,7 +14,7 @@ from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.content import Content, root_attributes, small_values
 from hpcfsdp.checkpoint.saving.plan import plan_alone
-from hpcfsdp.checkpoint.saving.temporary import BlockWriter, Draft, extent_rows, naming_write_errors
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, TemporaryFile, extent_rows, naming_write_errors
 
 Elements = Callable[[TensorSpec, int, int], np.ndarray]
 """Of a tensor, a first element and a number of elements: those elements, 1-D, of any dtype with these bytes."""
@@ -46,24 +46,24 @@ def write_alone(
         groups, scalars: of the optimizer, see ``content.small_values``; None without one.
     """
     target = Path(os.path.abspath(os.path.expanduser(path)))
-    draft = Draft(files or Files(), target, new_token())
+    temporary = TemporaryFile(files or Files(), target, new_token())
     with naming_write_errors(target):
         plan = plan_alone(specs, links)
         content = Content(plan, root_attributes(step, 1), small_values(extra, config, groups, scalars))
-        skeleton = content.skeleton()
-        draft.create(skeleton.nbytes)
+        metadata_image = content.metadata_image()
+        temporary.create(metadata_image.nbytes)
         try:
-            with draft.opened() as fd:
+            with temporary.opened() as fd:
 
                 def bytes_of(index: int) -> np.ndarray:
                     tensor, start, numel = plan.blocks[["tensor", "start", "numel"]][index].item()
                     return np.ascontiguousarray(read(plan.specs[tensor], start, numel)).view(np.uint8)
 
-                blocks = BlockWriter(draft.files, fd, plan, skeleton.offsets, bytes_of)
+                blocks = BlockWriter(temporary.files, fd, plan, metadata_image.offsets, bytes_of)
                 sums = blocks.write(np.arange(len(plan.blocks)))
-                draft.files.sync(fd)
-            draft.commit(skeleton, extent_rows(plan, skeleton.offsets, [sums.tobytes()]))
+                temporary.files.sync(fd)
+            temporary.commit(metadata_image, extent_rows(plan, metadata_image.offsets, [sums.tobytes()]))
         except BaseException:
-            draft.discard()
+            temporary.discard()
             raise
     return target

@@ -16,13 +16,13 @@ import torch
 
 from hpcfsdp import env
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.footer import Seal
-from hpcfsdp.checkpoint.format.metadata import Skeleton, Source, build_skeleton
+from hpcfsdp.checkpoint.format.footer import Footer
+from hpcfsdp.checkpoint.format.metadata import MetadataImage, Source, build_metadata_image
 from hpcfsdp.checkpoint.format.parts import part_path
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.content import Content
 from hpcfsdp.checkpoint.saving.plan import SavePlan
-from hpcfsdp.checkpoint.saving.temporary import BlockWriter, BytesOf, Draft, extent_rows, naming_write_errors
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, BytesOf, TemporaryFile, extent_rows, naming_write_errors
 from hpcfsdp.checkpoint.saving.writer import PosixWriter
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.launch.topology import Topology
@@ -102,38 +102,42 @@ def sources_of(plan: SavePlan, parts: Sequence[Part], names: Sequence[str]) -> d
 class SubfilesWriter(PosixWriter):
     """Each rank writes into its node's part; small tensors go into the checkpoint itself."""
 
-    def __init__(self, comm: Communicator, draft: Draft, content: Content, *, least_bytes: int | None = None) -> None:
+    def __init__(
+        self, comm: Communicator, temporary: TemporaryFile, content: Content, *, least_bytes: int | None = None
+    ) -> None:
         """Collective over `comm`; touches no disk. `least_bytes`: see ``divide``."""
-        super().__init__(comm, draft, content)
+        super().__init__(comm, temporary, content)
         topology = _topology_of(comm)
         self._parts = divide(content.plan, topology, LEAST_BYTES if least_bytes is None else least_bytes)
-        self._paths = [part_path(draft.path, draft.token, part.node) for part in self._parts]
+        self._paths = [part_path(temporary.path, temporary.token, part.node) for part in self._parts]
         self._leaders = [topology.leaders[part.node] for part in self._parts]
         self._all = range(comm.size)
         self._node_of = [topology.node_rank(rank) for rank in self._all]
         own_node = topology.node_rank(comm.rank)
         self._own = next((number for number, part in enumerate(self._parts) if part.node == own_node), None)
         self._leads = self._own is not None and self._leaders[self._own] == comm.rank
-        self._part_draft = None if self._own is None else Draft(draft.files, self._paths[self._own], draft.token)
-        self._part_skeleton: Skeleton | None = None
+        self._part_temporary = (
+            None if self._own is None else TemporaryFile(temporary.files, self._paths[self._own], temporary.token)
+        )
+        self._part_metadata_image: MetadataImage | None = None
         self._part_offsets: list[np.ndarray] = []
-        self._seals: list[Seal] = []
+        self._footers: list[Footer] = []
 
     def begin(self) -> None:
         """Makes the checkpoint on rank 0 and the parts on their leaders, all holes; exchanges the places of tensors."""
-        with raise_together(self._comm), naming_write_errors(self._draft.path):
+        with raise_together(self._comm), naming_write_errors(self._temporary.path):
             if self._comm.rank == 0:
-                self._skeleton = self._whole_skeleton()
+                self._metadata_image = self._whole_metadata_image()
                 elsewhere = sum(part.plan.nbytes for part in self._parts)
-                self._draft.create(self._skeleton.nbytes, elsewhere)
-                self._offsets = self._skeleton.offsets
+                self._temporary.create(self._metadata_image.nbytes, elsewhere)
+                self._offsets = self._metadata_image.offsets
             if self._leads:
-                self._part_skeleton = self._skeleton_of(self._parts[self._own])
-                if self._part_draft.path.exists():
-                    raise FileExistsError(f"{self._part_draft.path.name} already exists")
-                self._part_draft.create(self._part_skeleton.nbytes)
+                self._part_metadata_image = self._metadata_image_of(self._parts[self._own])
+                if self._part_temporary.path.exists():
+                    raise FileExistsError(f"{self._part_temporary.path.name} already exists")
+                self._part_temporary.create(self._part_metadata_image.nbytes)
         self._offsets = self._comm.broadcast_object(self._offsets)
-        mine = [] if self._part_skeleton is None else self._part_skeleton.offsets
+        mine = [] if self._part_metadata_image is None else self._part_metadata_image.offsets
         sizes = {leader: len(part.tensors) for leader, part in zip(self._leaders, self._parts, strict=True)}
         found = self._to_those_concerned(np.array(mine, np.int64), [sizes.get(rank, 0) for rank in self._all])
         self._part_offsets = [found[leader] for leader in self._leaders]
@@ -141,15 +145,15 @@ class SubfilesWriter(PosixWriter):
     @contextlib.contextmanager
     def _opened(self, bytes_of: BytesOf) -> Iterator[tuple[Callable[[np.ndarray], np.ndarray], Callable[[], None]]]:
         """Functions that write blocks, by their places in the plan, and that sync them. Not collective."""
-        files, own = self._draft.files, self._own
+        files, own = self._temporary.files, self._own
         with contextlib.ExitStack() as stack:
-            fds = [stack.enter_context(self._draft.opened())]
+            fds = [stack.enter_context(self._temporary.opened())]
             here = BlockWriter(files, fds[0], self._content.plan, self._offsets, bytes_of)
             if own is None:
                 yield here.write, lambda: files.sync(fds[0])
                 return
             part = self._parts[own]
-            fds.append(stack.enter_context(self._part_draft.opened()))
+            fds.append(stack.enter_context(self._part_temporary.opened()))
             there = BlockWriter(
                 files, fds[1], part.plan, self._part_offsets[own], lambda place: bytes_of(int(part.blocks[place]))
             )
@@ -169,35 +173,37 @@ class SubfilesWriter(PosixWriter):
 
     def finish(self) -> None:
         """Commits the parts, then the checkpoint that names them."""
-        comm, path = self._comm, self._draft.path
+        comm, path = self._comm, self._temporary.path
         counts = np.bincount(self._content.plan.blocks["rank"], minlength=comm.size)
         everyone = self._to_those_concerned(self._sums.view(np.int64), counts.tolist())
         # The checksums of other nodes are 0 on ranks that do not write them.
         sums = [own.tobytes() or bytes(8 * count) for own, count in zip(everyone, counts.tolist(), strict=True)]
         rows = extent_rows(self._content.plan, self._offsets, sums)
-        seal: Seal | None = None
+        footer: Footer | None = None
         with raise_together(comm), naming_write_errors(path):
             if self._leads:
-                seal = self._part_draft.commit(self._part_skeleton, self._rows_of(self._own, rows))
-        seals = comm.all_gather_object(None if seal is None else (seal.file_bytes, seal.digest))
+                footer = self._part_temporary.commit(self._part_metadata_image, self._rows_of(self._own, rows))
+        footers = comm.all_gather_object(None if footer is None else (footer.file_bytes, footer.digest))
         with raise_together(comm), naming_write_errors(path):
-            if self._skeleton is not None:
+            if self._metadata_image is not None:
                 for number, part in enumerate(self._parts):
                     rows["file"][part.blocks] = number + 1
                     rows["byte_offset"][part.blocks] = self._rows_of(number, rows)["byte_offset"]
-                self._draft.commit(self._skeleton, rows, self._table([seals[leader] for leader in self._leaders]))
+                self._temporary.commit(
+                    self._metadata_image, rows, self._table([footers[leader] for leader in self._leaders])
+                )
 
     def discard(self) -> None:
         """Removes the files, except parts that a renamed checkpoint may need. Not collective."""
         if self._leads:
-            self._part_draft.discard()
+            self._part_temporary.discard()
         if self._comm.rank == 0:
-            self._draft.discard()
-            if not self._draft.has_name:
+            self._temporary.discard()
+            if not self._temporary.has_name:
                 # Only rank 0 knows that the checkpoint has not got its name, and will not.
                 for path in self._paths:
                     with contextlib.suppress(OSError):
-                        self._draft.files.remove(path)
+                        self._temporary.files.remove(path)
 
     def _to_those_concerned(self, values: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
         """By rank, its values, int64, if it is of this node or this is rank 0; else an empty array. Collective.
@@ -216,9 +222,9 @@ class SubfilesWriter(PosixWriter):
         comm.all_to_all(found, [mine if concerned[rank] else mine[:0] for rank in self._all])
         return [of_rank.cpu().numpy() for of_rank in found]
 
-    def _whole_skeleton(self) -> Skeleton:
+    def _whole_metadata_image(self) -> MetadataImage:
         content, names = self._content, [path.name for path in self._paths]
-        return build_skeleton(
+        return build_metadata_image(
             content.plan.specs,
             content.plan.links,
             len(content.plan.blocks),
@@ -228,16 +234,16 @@ class SubfilesWriter(PosixWriter):
             file_names=names,
         )
 
-    def _skeleton_of(self, part: Part) -> Skeleton:
+    def _metadata_image_of(self, part: Part) -> MetadataImage:
         of_whole = ("world_size", "software_version")
         attributes = {
             **{name: value for name, value in self._content.attributes.items() if name not in of_whole},
             "format": schema.PART_FORMAT,
             "about": schema.ABOUT_PART,
-            "checkpoint": self._draft.path.name,
+            "checkpoint": self._temporary.path.name,
             "node": np.int64(part.node),
         }
-        return build_skeleton(part.plan.specs, (), len(part.blocks), attributes, {})
+        return build_metadata_image(part.plan.specs, (), len(part.blocks), attributes, {})
 
     def _rows_of(self, number: int, whole: np.ndarray) -> np.ndarray:
         """A part's table of extents, from that of the whole."""
@@ -250,12 +256,12 @@ class SubfilesWriter(PosixWriter):
         rows["byte_offset"] = offsets[tensors] + rows["start"].astype(np.int64) * part.plan.itemsizes[tensors]
         return rows
 
-    def _table(self, seals: Sequence[tuple[int, int]]) -> np.ndarray | None:
-        if not seals:
+    def _table(self, footers: Sequence[tuple[int, int]]) -> np.ndarray | None:
+        if not footers:
             return None
         names = [path.name.encode() for path in self._paths]
         table = np.zeros(len(names), schema.file_table_dtype(max(map(len, names))))
-        table["name"], table["nbytes"], table["digest"] = names, *zip(*seals, strict=True)
+        table["name"], table["nbytes"], table["digest"] = names, *zip(*footers, strict=True)
         return table
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.catalog import partial_path
 from hpcfsdp.checkpoint.format.files import Files, reason
-from hpcfsdp.checkpoint.format.footer import Seal
-from hpcfsdp.checkpoint.format.metadata import Skeleton
+from hpcfsdp.checkpoint.format.footer import Footer
+from hpcfsdp.checkpoint.format.metadata import MetadataImage
 from hpcfsdp.checkpoint.format.parts import owned_parts, remove_abandoned, remove_parts
 from hpcfsdp.checkpoint.saving.plan import SavePlan
 from hpcfsdp.errors import CheckpointError
@@ -23,11 +23,11 @@ BytesOf = Callable[[int], np.ndarray]
 """Of a block, by its place in the plan: its bytes, uint8, 1-D, the runs one after the other."""
 
 
-class DraftMissingError(CheckpointError):
+class TemporaryFileMissingError(CheckpointError):
     """This rank does not find the file that the checkpoint is being written to."""
 
 
-class Draft:
+class TemporaryFile:
     """A file that ``commit`` turns into a checkpoint. Not collective: one rank creates, commits or discards it.
 
     Attributes:
@@ -83,7 +83,7 @@ class Draft:
         try:
             fd = self.files.open_to_write(self.partial)
         except FileNotFoundError as error:
-            raise DraftMissingError(
+            raise TemporaryFileMissingError(
                 f"{self.partial.name} is gone, or this rank does not see the folder of rank 0: save to a file system "
                 "that all ranks share"
             ) from error
@@ -95,8 +95,8 @@ class Draft:
             raise
         self.files.close(fd)  # some file systems report failed writes only here
 
-    def commit(self, skeleton: Skeleton, rows: np.ndarray, parts: np.ndarray | None = None) -> Seal:
-        """Writes everything but the tensors, whose bytes are synced already; syncs and renames the file; its seal.
+    def commit(self, metadata_image: MetadataImage, rows: np.ndarray, parts: np.ndarray | None = None) -> Footer:
+        """Writes everything but the tensors, whose bytes are synced already; syncs and renames the file; its footer.
 
         Parts of a replaced checkpoint are removed, unless other files may need them. Raises OSError if the file did not
         get its name, CheckpointError if it did but the name could not be synced.
@@ -105,12 +105,12 @@ class Draft:
             rows: the table of extents.
             parts: the table of other files, which have their names already.
         """
-        regions, seal = skeleton.sealed(rows, parts)
+        regions, footer = metadata_image.sealed(rows, parts)
         with self.opened() as fd:
             for begin, data in regions:
                 self.files.write(fd, [memoryview(data)], begin)
-            packed = seal.pack()
-            self.files.write(fd, [memoryview(packed)], seal.file_bytes - len(packed))
+            packed = footer.pack()
+            self.files.write(fd, [memoryview(packed)], footer.file_bytes - len(packed))
             self.files.sync(fd)
         replaced = owned_parts(self.path)
         self.files.rename(self.partial, self.path)
@@ -124,7 +124,7 @@ class Draft:
             ) from error
         with contextlib.suppress(OSError):  # the checkpoint is there; who saves next finds them as abandoned
             remove_parts(self.files, self.path.parent, replaced)
-        return seal
+        return footer
 
     def discard(self) -> None:
         """Removes the file, if possible."""
@@ -140,7 +140,9 @@ def naming_write_errors(path: Path) -> Iterator[None]:
     except CheckpointError as error:
         if str(error).startswith(f"{path}: "):
             raise
-        kind = CheckpointError if isinstance(error, DraftMissingError) else type(error)  # one that all ranks know
+        kind = (
+            CheckpointError if isinstance(error, TemporaryFileMissingError) else type(error)
+        )  # one that all ranks know
         raise kind(f"{path}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot write the checkpoint: {reason(error)}") from error

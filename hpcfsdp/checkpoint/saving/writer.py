@@ -15,11 +15,11 @@ from torch import nn
 
 from hpcfsdp.checkpoint.format.catalog import new_token
 from hpcfsdp.checkpoint.format.files import Files
-from hpcfsdp.checkpoint.format.metadata import Skeleton
+from hpcfsdp.checkpoint.format.metadata import MetadataImage
 from hpcfsdp.checkpoint.saving.content import Content, Metrics, SaveArguments, bytes_in_memory, collect_content
 from hpcfsdp.checkpoint.saving.plan import SavePlan
 from hpcfsdp.checkpoint.saving.same_call import Facts, GivenPath, Rank0Value, compare_calls
-from hpcfsdp.checkpoint.saving.temporary import BlockWriter, BytesOf, Draft, extent_rows, naming_write_errors
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, BytesOf, TemporaryFile, extent_rows, naming_write_errors
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, nearest
 from hpcfsdp.hang.calls import public_call
@@ -87,10 +87,10 @@ def save_given(
     files: Files | None,
 ) -> Path:
     """As ``save``. `path_of` may raise on any rank; then all ranks raise. Collective over `comm`."""
-    draft = make_draft(comm, path_of, given, writer, files)
-    with naming_write_errors(draft.path):
+    temporary = make_temporary_file(comm, path_of, given, writer, files)
+    with naming_write_errors(temporary.path):
         collected = collect_content(comm, given)
-        writing = writer_class(writer)(comm, draft, collected.content)
+        writing = writer_class(writer)(comm, temporary, collected.content)
     try:
         writing.begin()
         writing.write(collected.tensors)
@@ -98,7 +98,7 @@ def save_given(
     except BaseException:
         writing.discard()
         raise
-    return draft.path
+    return temporary.path
 
 
 def writer_class(name: str) -> type[PosixWriter]:
@@ -113,7 +113,7 @@ def writer_class(name: str) -> type[PosixWriter]:
     return found
 
 
-def make_draft(
+def make_temporary_file(
     comm: Communicator,
     path_of: Callable[[], str | os.PathLike[str] | None],
     given: SaveArguments,
@@ -121,8 +121,8 @@ def make_draft(
     files: Files | None,
     *,
     asynchronous: bool = False,
-) -> Draft:
-    """A draft for the path, after comparing the arguments over ranks; touches no disk. Collective over `comm`.
+) -> TemporaryFile:
+    """A temporary file for the path, after comparing the arguments over ranks; touches no disk. Collective over `comm`.
 
     Raises TypeError or ValueError for wrong arguments, on other ranks an HpcfsdpError; CheckpointError if the writer
     cannot be used here; DifferentCallsError or DisagreementError as ``same_call.compare_calls``.
@@ -142,7 +142,7 @@ def make_draft(
         }
 
     first = compare_calls(comm, "checkpoint.save", facts)
-    return Draft(files or Files(), Path(first["path"].absolute), first["token"].value)
+    return TemporaryFile(files or Files(), Path(first["path"].absolute), first["token"].value)
 
 
 class PosixWriter:
@@ -151,10 +151,10 @@ class PosixWriter:
     Call ``begin``, ``write`` and ``finish`` in this order; after an error in any of them, ``discard``.
     """
 
-    def __init__(self, comm: Communicator, draft: Draft, content: Content) -> None:
+    def __init__(self, comm: Communicator, temporary: TemporaryFile, content: Content) -> None:
         """Touches no disk. `comm` has the ranks of the plan."""
-        self._comm, self._draft, self._content = comm, draft, content
-        self._skeleton: Skeleton | None = None
+        self._comm, self._temporary, self._content = comm, temporary, content
+        self._metadata_image: MetadataImage | None = None
         self._offsets: Sequence[int] = ()
         self._sums = np.zeros(0, np.uint64)
 
@@ -164,11 +164,11 @@ class PosixWriter:
 
     def begin(self) -> None:
         """Makes the file on rank 0, all holes, and broadcasts the places of tensors."""
-        with raise_together(self._comm), naming_write_errors(self._draft.path):
+        with raise_together(self._comm), naming_write_errors(self._temporary.path):
             if self._comm.rank == 0:
-                self._skeleton = self._content.skeleton()
-                self._draft.create(self._skeleton.nbytes)
-                self._offsets = self._skeleton.offsets
+                self._metadata_image = self._content.metadata_image()
+                self._temporary.create(self._metadata_image.nbytes)
+                self._offsets = self._metadata_image.offsets
         self._offsets = self._comm.broadcast_object(self._offsets)
 
     def write(self, tensors: Sequence[StateTensor]) -> None:
@@ -176,43 +176,43 @@ class PosixWriter:
 
         Staged tensors are gathered, written and freed one after the other.
         """
-        comm, draft, plan = self._comm, self._draft, self._content.plan
+        comm, temporary, plan = self._comm, self._temporary, self._content.plan
         own = plan.blocks_of(comm.rank)
         self._sums = np.zeros(len(own), np.uint64)
         places = places_by_stage(plan, tensors, own)
         with contextlib.ExitStack() as stack:
-            with raise_together(comm), naming_write_errors(draft.path):
+            with raise_together(comm), naming_write_errors(temporary.path):
                 write, sync = stack.enter_context(self._opened(bytes_in_memory(plan, tensors)))
                 first = places.get(None, [])
                 self._sums[first] = write(own[first])
             for staged in staged_of(tensors):
                 staged.gather()
-                with raise_together(comm), naming_write_errors(draft.path):
+                with raise_together(comm), naming_write_errors(temporary.path):
                     now = places.get(staged, [])
                     self._sums[now] = write(own[now])
                 staged.free()
-            with raise_together(comm), naming_write_errors(draft.path):
+            with raise_together(comm), naming_write_errors(temporary.path):
                 sync()
                 stack.close()
 
     @contextlib.contextmanager
     def _opened(self, bytes_of: BytesOf) -> Iterator[tuple[Callable[[np.ndarray], np.ndarray], Callable[[], None]]]:
         """Functions that write blocks, by their places in the plan, and that sync them. Not collective."""
-        with self._draft.opened() as fd:
-            blocks = BlockWriter(self._draft.files, fd, self._content.plan, self._offsets, bytes_of)
-            yield blocks.write, lambda: self._draft.files.sync(fd)
+        with self._temporary.opened() as fd:
+            blocks = BlockWriter(self._temporary.files, fd, self._content.plan, self._offsets, bytes_of)
+            yield blocks.write, lambda: self._temporary.files.sync(fd)
 
     def finish(self) -> None:
         """Commits the file, which then has its name."""
         everyone = gather_sums(self._comm, self._content.plan, self._sums)
-        with raise_together(self._comm), naming_write_errors(self._draft.path):
-            if self._skeleton is not None:
-                self._draft.commit(self._skeleton, extent_rows(self._content.plan, self._offsets, everyone))
+        with raise_together(self._comm), naming_write_errors(self._temporary.path):
+            if self._metadata_image is not None:
+                self._temporary.commit(self._metadata_image, extent_rows(self._content.plan, self._offsets, everyone))
 
     def discard(self) -> None:
         """Removes the file. Not collective."""
         if self._comm.rank == 0:
-            self._draft.discard()
+            self._temporary.discard()
 
 
 def gather_sums(comm: Communicator, plan: SavePlan, sums: np.ndarray) -> list[bytes]:

@@ -121,9 +121,11 @@ def get_fqn_to_fsdp_param_info(
         optim: the optimizer whose state it is for.
         in_file: whether names are those of a checkpoint, see ``state.model.flat_params``.
     """
-    flats = flat_params(model) if in_file else ((f, layout, u.mesh) for u, f, layout in named_flat_params(model))
+    sharded_params = (
+        flat_params(model) if in_file else ((f, layout, u.mesh) for u, f, layout in named_flat_params(model))
+    )
     is_stepped_whole = isinstance(optim, StepsWholeTensors)
-    infos = [FSDPParamInfo(mesh, flat, layout, is_stepped_whole) for flat, layout, mesh in flats]
+    infos = [FSDPParamInfo(mesh, flat, layout, is_stepped_whole) for flat, layout, mesh in sharded_params]
     return {slot.fqn: info for info in infos for slot in info.layout.slots}
 
 
@@ -138,18 +140,18 @@ def get_param_to_fqns(
         fqn_to_info, in_file: see ``get_fqn_to_fsdp_param_info``.
     """
     infos = get_fqn_to_fsdp_param_info(model, in_file=in_file) if fqn_to_info is None else fqn_to_info
-    flats: dict[nn.Parameter, list[str]] = {}
+    sharded_params: dict[nn.Parameter, list[str]] = {}
     for fqn, info in infos.items():
         param = info.flat.leaves[info.param_indices[fqn]] if info.flat.use_orig_params else info.flat.parameter
-        flats.setdefault(param, []).append(fqn)
+        sharded_params.setdefault(param, []).append(fqn)
     name_of = CleanNames.of(model) if in_file else CleanNames()
-    return {param: flats.get(param, [name_of("", name)]) for name, param in model.named_parameters()}
+    return {param: sharded_params.get(param, [name_of("", name)]) for name, param in model.named_parameters()}
 
 
 def get_flat_param_to_fqn(model: nn.Module) -> dict[nn.Parameter, str]:
     """The name of each flat parameter itself, as ``layers.0._flat_param``, without the names of wrappers."""
-    flats = {flat.parameter for _, flat, _ in named_flat_params(model) if not flat.use_orig_params}
-    return {param: clean_fqn(name) for name, param in model.named_parameters() if param in flats}
+    sharded_params = {flat.parameter for _, flat, _ in named_flat_params(model) if not flat.use_orig_params}
+    return {param: clean_fqn(name) for name, param in model.named_parameters() if param in sharded_params}
 
 
 def get_aliases(model: nn.Module) -> dict[str, str]:

@@ -85,7 +85,7 @@ def test_training_equals_that_of_the_plain_module(name, strategy, use_orig_param
         torch.testing.assert_close(model(ids), plain(ids))
     for wrapper in FullyShardedDataParallel.fsdp_modules(model):
         assert wrapper._unit.phase is Phase.IDLE
-        assert all(values_bytes(flat) == 0 for flat in wrapper._unit.flats)
+        assert all(values_bytes(flat) == 0 for flat in wrapper._unit.sharded_params)
 
 
 @pytest.mark.parametrize("shares_memory", [False, True], ids=["messages", "shared"])
@@ -158,7 +158,7 @@ def test_ignored_modules_and_parameters_stay_as_they_are():
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias", "2._fsdp_wrapped_module._flat_param"]
     assert not module[0].weight.isnan().any()
     model = shard(nn.Sequential(nn.PReLU(), nn.Linear(2, 2)), ignored_modules=[])
-    assert len(model._unit.flats[0].leaves) == 3
+    assert len(model._unit.sharded_params[0].leaves) == 3
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -220,7 +220,7 @@ def test_original_parameters_are_those_of_the_module_with_their_names():
 def test_shards_are_offloaded_to_where_they_are_on_a_cpu():
     model = shard(nn.Linear(2, 2), cpu_offload=CPUOffload(offload_params=True))
     model(torch.ones(1, 2)).sum().backward()
-    flat = model._unit.flats[0]
+    flat = model._unit.sharded_params[0]
     assert {flat.parameter.device, flat.parameter.grad.device} == {torch.device("cpu")}
 
 
@@ -281,15 +281,15 @@ def test_a_parameter_of_an_inner_unit_stays_sharded_if_the_outer_one_is_to_ignor
     taken = list(inner.parameters())
     with pytest.warns(UserWarning, match="already sharded by a unit inside, and stay sharded"):
         model = shard(nn.Sequential(nn.Linear(2, 2), inner), ignored_states=taken, use_orig_params=use_orig_params)
-    assert [len(unit._unit.flats) for unit in model.fsdp_modules(model)] == [1, 1]
+    assert [len(unit._unit.sharded_params) for unit in model.fsdp_modules(model)] == [1, 1]
     model(torch.ones(1, 2)).sum().backward()
 
 
 def test_a_root_may_own_no_parameters():
     model = shard(nn.Sequential(shard(nn.Linear(2, 2)), nn.ReLU()))
-    assert model._unit.flats == ()
+    assert model._unit.sharded_params == ()
     model(torch.ones(1, 2)).sum().backward()
-    assert model[0]._unit.flats[0].parameter.grad is not None
+    assert model[0]._unit.sharded_params[0].parameter.grad is not None
 
 
 @pytest.mark.parametrize("value", [3, None, nn.Linear, torch.zeros(2)])
@@ -548,7 +548,7 @@ def test_every_rank_takes_rank_0s_parameters_and_buffers_if_asked(run_ranks):
         nn.init.constant_(module.weight, comm.rank + 5.0)
         module.running_mean.fill_(comm.rank + 7.0)
         model = shard(module, comm, sync_module_states=True)
-        for flat in model._unit.flats:
+        for flat in model._unit.sharded_params:
             unshard(flat)
         return module.weight.tolist(), module.running_mean.tolist()
 
@@ -565,7 +565,7 @@ def test_ranks_that_train_different_parameters_are_refused(run_ranks):
 
 
 def test_a_communicator_of_ones_own_leaves_the_module_on_its_device():
-    assert shard(nn.Linear(2, 2))._unit.flats[0].parameter.device == torch.device("cpu")
+    assert shard(nn.Linear(2, 2))._unit.sharded_params[0].parameter.device == torch.device("cpu")
 
 
 def test_public_attributes_are_those_of_torchs_class():

@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.footer import make_seal
+from hpcfsdp.checkpoint.format.footer import make_footer
 from hpcfsdp.checkpoint.format.image import SparseImage
 
 
@@ -28,7 +28,7 @@ def put_values(file, rows=(), tensors=(), sizes=(), version="1.0", **json_by_nam
 
 
 def make_file(path, *, more=lambda file: None, claimed=None, **values):
-    """A file with a seal that is right.
+    """A file with a footer that is right.
 
     Args:
         more: puts further things into it.
@@ -47,5 +47,5 @@ def make_file(path, *, more=lambda file: None, claimed=None, **values):
             file.write(data)
         file.truncate(end)
         file.seek(end)
-        file.write(make_seal(regions, end).pack())
+        file.write(make_footer(regions, end).pack())
     return path

@@ -13,8 +13,8 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcfsdp.checkpoint.format import metadata as skeleton, schema
-from hpcfsdp.checkpoint.format.footer import make_seal
+from hpcfsdp.checkpoint.format import metadata as metadata_image, schema
+from hpcfsdp.checkpoint.format.footer import make_footer
 from hpcfsdp.checkpoint.format.image import SparseImage
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.schema import TensorSpec
@@ -115,8 +115,8 @@ def small(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("ALIGNED_FROM_BYTES", "ALIGNMENT_BYTES"):  # that gaps are there, and are small
             patch.setattr(schema, name, 512)
-        skeleton._base_of.cache_clear()  # which knows nothing of these
-        request.addfinalizer(skeleton._base_of.cache_clear)
+        metadata_image._base_of.cache_clear()  # which knows nothing of these
+        request.addfinalizer(metadata_image._base_of.cache_clear)
         return write_alone(
             tmp_path_factory.mktemp("small") / "a.h5",
             specs,
@@ -131,12 +131,12 @@ def small(request, tmp_path_factory):
 
 
 SEALED_FLIPS = """
-covered = [(begin, begin + size) for begin, size in index.seal.regions]
+covered = [(begin, begin + size) for begin, size in index.footer.regions]
 tensors = sorted(
     (int(row["byte_offset"]), int(row["byte_offset"]) + int(row["numel"]) * index.tensors[name].itemsize)
     for name in index.tensors for row in index.rows_of(name)
 )
-covered.append((len(data) - len(index.seal.pack()), len(data)))
+covered.append((len(data) - len(index.footer.pack()), len(data)))
 kinds = ["gap"] * len(data)
 for kind, spans in (("covered", covered), ("tensor", tensors)):
     for begin, end in spans:
@@ -338,7 +338,7 @@ def test_a_file_of_any_version_that_is_cut_off_anywhere_is_refused(golden, run_p
 
 
 def sealed_file(path, fill):
-    """An HDF5 file that another program has written, with a seal that is right."""
+    """An HDF5 file that another program has written, with a footer that is right."""
     image = SparseImage()
     with h5py.File(image, "w", libver=schema.LIBVER) as file:
         fill(file)
@@ -346,7 +346,7 @@ def sealed_file(path, fill):
     content = bytearray(image.nbytes)
     for begin, data in regions:
         content[begin : begin + len(data)] = data
-    path.write_bytes(bytes(content) + make_seal(regions, image.nbytes).pack())
+    path.write_bytes(bytes(content) + make_footer(regions, image.nbytes).pack())
     return path
 
 
@@ -369,7 +369,7 @@ def test_a_newer_format_is_named_although_all_else_is_sound(tmp_path):
 
 
 @pytest.mark.parametrize("mark", [None, "another", 3, [1.5, 2]])
-def test_another_programs_file_is_none_although_it_has_a_seal(tmp_path, mark):
+def test_another_programs_file_is_none_although_it_has_a_footer(tmp_path, mark):
     def fill(file):
         file["model/w"] = np.zeros(3)
         if mark is not None:
@@ -390,12 +390,12 @@ def test_a_file_that_only_says_that_it_is_a_checkpoint_is_refused(tmp_path, vers
     assert message
 
 
-def test_a_finished_file_without_its_seal_is_refused(small, tmp_path):
+def test_a_finished_file_without_its_footer_is_refused(small, tmp_path):
     index = open_index(small)
-    (tmp_path / "a.h5").write_bytes(small.read_bytes()[: -len(index.seal.pack())])
+    (tmp_path / "a.h5").write_bytes(small.read_bytes()[: -len(index.footer.pack())])
     kind, message = refusal(tmp_path / "a.h5")
     assert kind is CheckpointCorruptError
-    assert "the seal that ends a file of format" in message
+    assert "the footer that ends a file of format" in message
     assert struct.unpack("<Q", small.read_bytes()[-40:-32])[0] == small.stat().st_size
 
 

@@ -12,9 +12,9 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcfsdp.checkpoint.format import footer as seal, schema
+from hpcfsdp.checkpoint.format import footer, schema
 from hpcfsdp.checkpoint.format.access import LEAST_ROOM_BYTES
-from hpcfsdp.checkpoint.format.footer import Seal
+from hpcfsdp.checkpoint.format.footer import Footer
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
@@ -74,7 +74,7 @@ def test_a_file_as_it_is_made_here_is_sound(tmp_path):
 
 @pytest.mark.parametrize("bit", range(64))
 def test_a_flipped_bit_in_the_number_of_regions_costs_no_memory(bit):
-    data = Seal(1 << 33, ((0, 10), (20, 10)), 5).pack()
+    data = Footer(1 << 33, ((0, 10), (20, 10)), 5).pack()
     trailer = bytearray(data[-40:])
     trailer[8 + bit // 8] ^= 1 << bit % 8
     asked = []
@@ -89,8 +89,8 @@ def test_a_flipped_bit_in_the_number_of_regions_costs_no_memory(bit):
         )
 
     with pytest.raises(ValueError, match="its last bytes"):
-        seal.read_seal(1 << 33, read)
-    assert max(asked) <= seal.packed_bytes(seal.MOST_REGIONS)
+        footer.read_footer(1 << 33, read)
+    assert max(asked) <= footer.packed_bytes(footer.MOST_REGIONS)
 
 
 def one_tensor(numel, **row):
@@ -149,7 +149,7 @@ def test_a_region_of_a_terabyte_of_holes_is_refused(tmp_path, run_python):
     path = tmp_path / "a.h5"
     with path.open("wb") as file:
         file.seek(TERABYTE)
-        file.write(Seal(TERABYTE + 56, ((0, TERABYTE),), 0).pack())
+        file.write(Footer(TERABYTE + 56, ((0, TERABYTE),), 0).pack())
     opened, _ = looked_at(run_python, path)
     assert f"more than {LEAST_ROOM_BYTES} and 8 times as many of memory" in opened
 

@@ -153,7 +153,7 @@ def test_truncated_and_damaged_files_are_told_apart(run, tmp_path):
             "damaged",
             "damaged: its tables or small values do not have their checksum",
         ),
-        (data[:-8] + bytes(8), "damaged", "damaged: the seal that ends a file of format 1.1 is missing"),
+        (data[:-8] + bytes(8), "damaged", "damaged: the footer that ends a file of format 1.1 is missing"),
     ):
         path.write_bytes(content)
         code, out, _ = run("ls", "a.h5", "--json")

@@ -109,11 +109,11 @@ class Program:
         policy = ModuleWrapPolicy({Layer, Part})
         model = FullyShardedDataParallel(module, group or self._comm(0, size), auto_wrap_policy=policy, **arguments)
         self._offloaded = arguments.get("cpu_offload") is not None
-        flats = flats_of(model)
+        sharded_params = sharded_params_of(model)
         if self._offloaded:
-            self._pretend_offload(flats)
+            self._pretend_offload(sharded_params)
         assert model.check_is_root()
-        for flat in flats:
+        for flat in sharded_params:
             if self.watch is not None:
                 self.watch.name(flat.full, (id(flat), "values"))
                 self.watch.name(flat.parameter, (id(flat), "shard"), on_host=self._offloaded)
@@ -130,13 +130,13 @@ class Program:
 
     def step(self, model, optimizer):
         """An optimizer step, which runs where the shards are."""
-        flats = [flat for flat in flats_of(model) if has_grad(flat)]
+        sharded_params = [flat for flat in sharded_params_of(model) if has_grad(flat)]
         queue = Queue.HOST if self._offloaded else Queue.COMPUTE
         if isinstance(self.streams, RecordingStreams):
             self.streams.touch(
                 queue,
-                reads=[(id(flat), "shard grad") for flat in flats],
-                writes=[(id(flat), "shard") for flat in flats],
+                reads=[(id(flat), "shard grad") for flat in sharded_params],
+                writes=[(id(flat), "shard") for flat in sharded_params],
             )
         optimizer.step()
 
@@ -152,9 +152,9 @@ class Program:
             optimizer.zero_grad()
         return model
 
-    def _pretend_offload(self, flats):
+    def _pretend_offload(self, sharded_params):
         """On a CPU the shards are where the module computes; let them be called elsewhere."""
-        for flat in flats:
+        for flat in sharded_params:
             flat.device = torch.device("cpu", 0)  # not equal to "cpu"
         if self.watch is not None:
             landed = self.watch.on_host
@@ -168,8 +168,8 @@ def halve(model):
         parameter.mul_(0.5)
 
 
-def flats_of(model):
-    return [flat for wrapper in FullyShardedDataParallel.fsdp_modules(model) for flat in wrapper._unit.flats]
+def sharded_params_of(model):
+    return [flat for wrapper in FullyShardedDataParallel.fsdp_modules(model) for flat in wrapper._unit.sharded_params]
 
 
 def has_grad(flat):

@@ -85,7 +85,7 @@ def broken_off():
     root.context.reductions.move_from_leaf(unit.grads[0], 0)
     unit.phase = Phase.BACKWARD
     root.in_backward = True
-    assert values_bytes(unit.flats[0]) > 0
+    assert values_bytes(unit.sharded_params[0]) > 0
     assert grad_bytes(unit.grads[0]) > 0
     return root, unit
 
@@ -100,10 +100,10 @@ def test_recover_brings_units_of_a_broken_backward_to_rest(broken_off):
     assert unit.phase is Phase.IDLE
     assert not unit.values.is_gathered
     assert not unit.owes_grads
-    assert values_bytes(unit.flats[0]) == 0
+    assert values_bytes(unit.sharded_params[0]) == 0
     assert grad_bytes(unit.grads[0]) == 0
-    assert unit.flats[0].parameter.grad is None
-    assert unit.flats[0].leaves[0].grad is None
+    assert unit.sharded_params[0].parameter.grad is None
+    assert unit.sharded_params[0].leaves[0].grad is None
     assert root.context.order.path() == []
 
 
@@ -113,7 +113,7 @@ def test_recover_leaves_a_backward_alone_that_is_still_running(broken_off, monke
     root.recover()
     assert root.is_busy
     assert unit.phase is Phase.BACKWARD
-    assert unit.flats[0].is_unsharded
+    assert unit.sharded_params[0].is_unsharded
 
 
 def test_recover_does_nothing_outside_of_a_backward(broken_off):
@@ -159,7 +159,7 @@ def test_training_goes_on_after_an_error_in_the_middle_of_a_step(place):
     for net in (plain, model):
         net(torch.ones(1, 2)).sum().backward()
     expected = torch.cat([param.grad.flatten() for param in plain.parameters()])
-    shard = model._unit.flats[0]
+    shard = model._unit.sharded_params[0]
     grads = [shard.parameter.grad[slot.offset : slot.end] for slot in shard.layout.slots]
     assert torch.equal(torch.cat(grads), expected)
     assert values_bytes(shard) == 0
@@ -168,12 +168,12 @@ def test_training_goes_on_after_an_error_in_the_middle_of_a_step(place):
 def test_a_whole_parameter_used_outside_of_its_unit_gets_a_gradient_or_is_named():
     model = FullyShardedDataParallel(nn.Linear(2, 2), process_group=FakeCommunicator())
     model(torch.ones(1, 2))
-    unshard(model._unit.flats[0])
+    unshard(model._unit.sharded_params[0])
     model.module.weight.sum().backward()
-    assert model._unit.flats[0].parameter.grad.tolist()[:4] == [1.0] * 4
+    assert model._unit.sharded_params[0].parameter.grad.tolist()[:4] == [1.0] * 4
     model = FullyShardedDataParallel(nn.Linear(2, 2), process_group=FakeCommunicator(), use_orig_params=True)
     model(torch.ones(1, 2))
-    unshard(model._unit.flats[0])
+    unshard(model._unit.sharded_params[0])
     loss = model.module.weight.sum()
     with pytest.raises(EngineError) as caught:
         loss.backward()

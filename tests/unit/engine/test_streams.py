@@ -15,7 +15,7 @@ from hpcfsdp.errors import CommunicationError, EngineError
 from tests.unit.engine import scenarios
 from tests.unit.engine.accesses import Watch
 from tests.unit.engine.recording import RecordingStreams, Site, declare_accesses, where
-from tests.unit.engine.scenarios import SCENARIOS, Late, LateCommunicator, Program, flats_of
+from tests.unit.engine.scenarios import SCENARIOS, Late, LateCommunicator, Program, sharded_params_of
 
 RECORDS_ACCESSES = True
 
@@ -75,7 +75,7 @@ def run_on_cpu(scenario, patch, comm, ignore=lambda site: False):
         inner.setattr("hpcfsdp.engine.root.streams_for", lambda device: streams)
         program = Program(streams, comm=comm)
         scenario(program)
-    return [flat.parameter.detach().clone() for model in program.models for flat in flats_of(model)]
+    return [flat.parameter.detach().clone() for model in program.models for flat in sharded_params_of(model)]
 
 
 # No wait is missing

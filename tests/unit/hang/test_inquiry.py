@@ -203,7 +203,7 @@ def test_an_answer_is_written_through_no_link(inquiry, tmp_path):
     assert victim.read_text() == "precious"
 
 
-def test_a_draft_of_someone_who_was_killed_goes_with_the_next_request(inquiry):
+def test_a_temporary_of_someone_who_was_killed_goes_with_the_next_request(inquiry):
     request, _ = inquiry.ask("7", "")
     for name, age_s in ((".old", 1000), (".young", 0)):
         (inquiry.folder / name).touch()

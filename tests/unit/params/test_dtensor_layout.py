@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.params.dtensor_layout import RowLayout
+from hpcfsdp.params.dtensor_layout import DTensorLayout
 from hpcfsdp.params.layout import ALIGNMENT_BYTES
 
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 13, 16])
@@ -19,7 +19,7 @@ def layouts(draw):
     dims = [draw(st.integers(0, len(shape) - 1)) for shape in shapes]
     params = [(f"p{index}", shape, dim, (), None) for index, (shape, dim) in enumerate(zip(shapes, dims, strict=True))]
     dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
-    return RowLayout.plan(params, dtype, draw(st.sampled_from([1, 2, 3, 4, 7, 16])))
+    return DTensorLayout.plan(params, dtype, draw(st.sampled_from([1, 2, 3, 4, 7, 16])))
 
 
 def values_of(layout):
@@ -95,7 +95,7 @@ def test_whole_parameters_do_not_overlap_and_none_begins_the_memory(layout):
 
 
 def test_a_gradient_with_other_strides_is_cut_without_a_copy():
-    layout = RowLayout.plan([("p", (5, 4), 0, (), None)], torch.float32, 2)
+    layout = DTensorLayout.plan([("p", (5, 4), 0, (), None)], torch.float32, 2)
     grad = torch.arange(20.0).view(4, 5).t()
     parts = [piece.of_param(grad) for piece in layout.pieces(0)]
     assert [part.untyped_storage().data_ptr() for part in parts] == [grad.untyped_storage().data_ptr()] * 2
@@ -104,7 +104,7 @@ def test_a_gradient_with_other_strides_is_cut_without_a_copy():
 
 def test_equal_layouts_have_equal_fingerprints():
     def plan(dim=0, ranks=2, dtype=torch.float32):
-        return RowLayout.plan([("p", (4, 4), dim, ("q",), None)], dtype, ranks).fingerprint()
+        return DTensorLayout.plan([("p", (4, 4), dim, ("q",), None)], dtype, ranks).fingerprint()
 
     assert plan() == plan()
     assert len({plan(), plan(dim=1), plan(ranks=3), plan(dtype=torch.float64)}) == 4
@@ -113,5 +113,5 @@ def test_equal_layouts_have_equal_fingerprints():
 @pytest.mark.parametrize("itemsize", [1, 2])
 def test_alignment_is_that_of_the_narrowest_dtype(itemsize):
     params = [("p", (3,), 0, (), None), ("q", (3,), 0, (), None)]
-    layout = RowLayout.plan(params, torch.float32, 1, itemsize=itemsize)
+    layout = DTensorLayout.plan(params, torch.float32, 1, itemsize=itemsize)
     assert [slot.start for slot in layout.slots] == [16 // itemsize, 32 // itemsize]

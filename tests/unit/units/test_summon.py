@@ -55,18 +55,18 @@ def shard(module, comm=None, **arguments):
     return FullyShardedDataParallel(module, process_group=comm or FakeCommunicator(), **arguments)
 
 
-def flats_of(model):
-    return [flat for wrapper in FullyShardedDataParallel.fsdp_modules(model) for flat in wrapper._unit.flats]
+def sharded_params_of(model):
+    return [flat for wrapper in FullyShardedDataParallel.fsdp_modules(model) for flat in wrapper._unit.sharded_params]
 
 
 def shards_of(model):
-    return [flat.parameter.detach().clone() for flat in flats_of(model)]
+    return [flat.parameter.detach().clone() for flat in sharded_params_of(model)]
 
 
 def at_rest(model):
     for wrapper in FullyShardedDataParallel.fsdp_modules(model):
         assert wrapper._unit.phase is Phase.IDLE
-        for flat in wrapper._unit.flats:
+        for flat in wrapper._unit.sharded_params:
             assert not flat.is_unsharded
             assert values_bytes(flat) == 0
             assert flat.use_orig_params or flat.comm.size == 1 or flat.leaves[0].isnan().all()
@@ -186,13 +186,13 @@ def test_values_are_those_that_are_kept_not_those_that_are_computed_with(run_ran
 def test_rank_0_alone_has_whole_parameters_if_asked(run_ranks, original):
     def body(comm):
         model = shard(make_net(), comm, use_orig_params=original)
-        before = [param.detach().clone() for flat in flats_of(model) for param in flat.leaves]
+        before = [param.detach().clone() for flat in sharded_params_of(model) for param in flat.leaves]
         with summon(model, rank0_only=True, writeback=False):
             if comm.rank == 0:
                 assert model.wide.weight.shape == (1, 5)
                 assert not model.wide.weight.isnan().any()
             else:
-                now = [param for flat in flats_of(model) for param in flat.leaves]
+                now = [param for flat in sharded_params_of(model) for param in flat.leaves]
                 for a, b in zip(before, now, strict=True):
                     torch.testing.assert_close(a, b.detach(), rtol=0, atol=0, equal_nan=True)
         at_rest(model)
@@ -210,7 +210,7 @@ def test_rank_0_alone_has_whole_parameters_if_asked(run_ranks, original):
 def test_changes_are_written_back_whatever_the_way(run_ranks, shares_memory, original, way):
     def body(comm):
         model = shard(make_net(), comm, use_orig_params=original)
-        leaves = [leaf for flat in flats_of(model) for leaf in flat.leaves]
+        leaves = [leaf for flat in sharded_params_of(model) for leaf in flat.leaves]
         params = list(model.parameters())
         with summon(model, rank0_only=way == "rank 0"), torch.no_grad():
             for name, param in list(model.named_parameters()):
@@ -225,7 +225,9 @@ def test_changes_are_written_back_whatever_the_way(run_ranks, shares_memory, ori
                     owner = model.module.get_submodule(module.replace("first", "first._fsdp_wrapped_module"))
                     setattr(owner, last, nn.Parameter(param.detach() + 1, requires_grad=param.requires_grad))
         at_rest(model)
-        assert all(a is b for a, b in zip(leaves, (leaf for f in flats_of(model) for leaf in f.leaves), strict=True))
+        assert all(
+            a is b for a, b in zip(leaves, (leaf for f in sharded_params_of(model) for leaf in f.leaves), strict=True)
+        )
         assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
         with summon(model, writeback=False):
             return {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -265,7 +267,7 @@ def test_each_rank_writes_its_own_shard(run_ranks):
 def test_padding_stays_zero(run_ranks, arguments):
     def body(comm):
         model = shard(nn.Sequential(nn.Linear(3, 5), nn.PReLU()), comm, auto_wrap_policy=None)
-        (flat,) = flats_of(model)
+        (flat,) = sharded_params_of(model)
         with summon(model, **arguments), torch.no_grad():
             if comm.rank == 0 or not arguments:
                 for leaf in flat.leaves:  # beyond their ends, too
@@ -589,7 +591,9 @@ def test_whole_values_are_gone_afterwards(run_ranks):
             assert [ref() for ref in gone] == [None] * len(gone)
             for wrapper in FullyShardedDataParallel.fsdp_modules(model):
                 if wrapper._unit.phase is Phase.SUMMON:
-                    gone += [weakref.ref(leaf.data.untyped_storage()) for leaf in wrapper._unit.flats[0].leaves]
+                    gone += [
+                        weakref.ref(leaf.data.untyped_storage()) for leaf in wrapper._unit.sharded_params[0].leaves
+                    ]
         return len(gone)
 
     assert all(count > 4 for count in all_ok(run_ranks(2, body)))

@@ -2,13 +2,13 @@
 
 from torch.distributed.fsdp import MixedPrecision
 
-from hpcfsdp.units.flat_unit import ShardedUnit
+from hpcfsdp.units.flat_unit import FlatUnit
 from hpcfsdp.units.own import Ignored, OwnParams
 
 
 def mark_as_unit(module, ignored=None):
     """Have a module be the wrapper of a unit that owns nothing."""
-    module.__dict__["_unit"] = ShardedUnit(
+    module.__dict__["_unit"] = FlatUnit(
         module,
         "unit",
         [],

@@ -535,7 +535,7 @@ def test_nothing_is_pickled_into_the_file(tmp_path):
     dcp.save({**state_of(model, optimizer), "pair": (1, {"a": "b"})}, storage_writer=HDF5Writer(tmp_path / "a.h5"))
     index = open_index(tmp_path / "a.h5")
     raw = (tmp_path / "a.h5").read_bytes()
-    tables = b"".join(raw[begin : begin + size] for begin, size in index.seal.regions)
+    tables = b"".join(raw[begin : begin + size] for begin, size in index.footer.regions)
     assert b"torch\n" not in tables and b"\x80\x02" not in tables and b"PK\x03\x04" not in tables
 
 

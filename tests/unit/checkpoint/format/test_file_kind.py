@@ -10,7 +10,7 @@ import torch
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.file_kind import is_checkpoint, is_hdf5, sized
-from hpcfsdp.checkpoint.format.metadata import build_skeleton
+from hpcfsdp.checkpoint.format.metadata import build_metadata_image
 
 GOLDEN = sorted((Path(__file__).parents[3] / "golden").glob("format-*.h5"))
 
@@ -30,7 +30,7 @@ def test_a_checkpoint_of_a_large_model_is_one(tmp_path):
 def test_a_part_of_a_checkpoint_is_none(tmp_path):
     attributes = {"format": schema.PART_FORMAT, "about": schema.ABOUT_PART, "checkpoint": "a.h5"}
     with (tmp_path / "part").open("wb") as file:
-        for place, data in build_skeleton((), (), 0, attributes, {}).regions:
+        for place, data in build_metadata_image((), (), 0, attributes, {}).regions:
             file.seek(place)
             file.write(data)
     with h5py.File(tmp_path / "part") as file:

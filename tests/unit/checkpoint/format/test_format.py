@@ -39,7 +39,7 @@ def saved(tmp_path_factory, make_model, train_steps):
     return path.read_bytes(), model, optimizer
 
 
-def read_seal(data):
+def read_footer(data):
     """(regions, digest), after checking the file as the page says."""
     file_bytes, count, digest, own, magic = struct.unpack("<QQQQ8s", data[-40:])
     assert magic == b"hpcfsdp\n"
@@ -60,9 +60,9 @@ def opened(data):
     return h5py.File(io.BytesIO(data), "r")
 
 
-def test_the_seal_checks_all_that_is_no_tensor_and_the_rest_is_zero(saved):
+def test_the_footer_checks_all_that_is_no_tensor_and_the_rest_is_zero(saved):
     data = saved[0]
-    regions = read_seal(data)
+    regions = read_footer(data)
     covered = np.zeros(len(data) - 40 - 16 * len(regions), bool)
     with opened(data) as file:
         for row in file["meta/extents"]:
@@ -81,9 +81,9 @@ def test_the_seal_checks_all_that_is_no_tensor_and_the_rest_is_zero(saved):
     assert not np.frombuffer(data[: len(covered)], np.uint8)[~covered].any()
 
 
-def test_hdf5_knows_nothing_of_the_seal(saved):
+def test_hdf5_knows_nothing_of_the_footer(saved):
     data = saved[0]
-    regions = read_seal(data)
+    regions = read_footer(data)
     without = data[: len(data) - 40 - 16 * len(regions)]
     with opened(data) as file, opened(without) as other:
         assert file.id.get_filesize() == len(data)

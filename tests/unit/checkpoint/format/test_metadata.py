@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hpcfsdp.checkpoint.format import metadata as module, schema
-from hpcfsdp.checkpoint.format.metadata import Source, build_skeleton
+from hpcfsdp.checkpoint.format.metadata import Source, build_metadata_image
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.content import Content, root_attributes
 from hpcfsdp.checkpoint.saving.subfiles import SubfilesWriter
@@ -26,22 +26,22 @@ SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 
 
 def file_of(path, specs, values, **small):
-    """Put a file together as a writer does: regions, tensors, seal."""
+    """Put a file together as a writer does: regions, tensors, footer."""
     rows = np.zeros(len(specs), schema.EXTENT_DTYPE)
-    skeleton = build_skeleton(specs, [], len(rows), {"step": np.int64(4)}, small)
+    metadata_image = build_metadata_image(specs, [], len(rows), {"step": np.int64(4)}, small)
     rows["tensor"], rows["checksum"] = np.arange(len(specs)), 7
-    regions, seal = skeleton.sealed(rows)
-    content = bytearray(skeleton.nbytes)
+    regions, footer = metadata_image.sealed(rows)
+    content = bytearray(metadata_image.nbytes)
     for begin, data in regions:
         content[begin : begin + len(data)] = data
-    for spec, offset in zip(specs, skeleton.offsets, strict=True):
+    for spec, offset in zip(specs, metadata_image.offsets, strict=True):
         assert content[offset : offset + spec.nbytes] == bytes(spec.nbytes), "a tensor lies on something else"
         content[offset : offset + spec.nbytes] = values[spec.path]
-    packed = seal.pack()
+    packed = footer.pack()
     content[len(content) - len(packed) :] = packed
-    assert len(content) == seal.file_bytes == skeleton.nbytes
+    assert len(content) == footer.file_bytes == metadata_image.nbytes
     path.write_bytes(content)
-    return skeleton, regions, rows
+    return metadata_image, regions, rows
 
 
 @given(st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=5), st.binary(max_size=50))
@@ -49,17 +49,17 @@ def file_of(path, specs, values, **small):
 def test_hdf5_reads_what_was_put_together(tmp_path_factory, kinds, note):
     specs = [TensorSpec(f"model/a.{index}", shape, dtype) for index, (shape, dtype) in enumerate(kinds)]
     values = {spec.path: np.random.default_rng(3).bytes(spec.nbytes) for spec in specs}
-    path = tmp_path_factory.mktemp("skeleton") / "a.h5"
-    skeleton, regions, rows = file_of(path, specs, values, note=np.frombuffer(note, np.uint8))
+    path = tmp_path_factory.mktemp("metadata_image") / "a.h5"
+    metadata_image, regions, rows = file_of(path, specs, values, note=np.frombuffer(note, np.uint8))
     spans = [(begin, begin + len(data)) for begin, data in regions]
-    spans += [(at, at + spec.nbytes) for at, spec in zip(skeleton.offsets, specs, strict=True) if spec.nbytes]
+    spans += [(at, at + spec.nbytes) for at, spec in zip(metadata_image.offsets, specs, strict=True) if spec.nbytes]
     spans.sort()
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
     with h5py.File(path) as file:
         assert (file.attrs["format"], file.attrs["step"], file.attrs["committed"]) == (b"hpcfsdp", 4, 1)
         assert file["note"][()].tobytes() == note
         np.testing.assert_array_equal(file[schema.EXTENTS][...], rows)
-        for spec, offset in zip(specs, skeleton.offsets, strict=True):
+        for spec, offset in zip(specs, metadata_image.offsets, strict=True):
             dataset = file[spec.path]
             assert (dataset.shape, schema.torch_dtype(dataset)) == (spec.shape, spec.dtype)
             assert offset == (dataset.id.get_offset() or 0)
@@ -77,9 +77,9 @@ def test_small_values_move_no_tensor(kinds, small, in_optim):
     paths = (f"{'optim/state' if in_optim and n % 2 else 'model'}/a.{n}" for n in itertools.count())
     specs = [TensorSpec(path, shape, dtype) for path, (shape, dtype) in zip(paths, kinds, strict=False)]
     attributes = {"step": np.int64(1), "date": "2026-01-01T00:00:00+00:00"}
-    without = build_skeleton(specs, [], 7, attributes, {})
+    without = build_metadata_image(specs, [], 7, attributes, {})
     other = {"step": np.int64(1 << 40), "date": "2027-02-02T11:11:11+00:00"}
-    found = build_skeleton(specs, [], 7, other, small)
+    found = build_metadata_image(specs, [], 7, other, small)
     assert (found.offsets, found.table) == (without.offsets, without.table)
     for begin, data in found.regions:
         for spec, offset in zip(specs, found.offsets, strict=True):
@@ -96,7 +96,7 @@ def test_small_values_move_no_tensor(kinds, small, in_optim):
 def test_tensors_that_are_laid_out_take_next_to_no_memory():
     specs = [TensorSpec(f"model/{n}", (512, 512), "float32") for n in range(300)]
     tracemalloc.start()
-    build_skeleton(specs, [], 300, {}, {})
+    build_metadata_image(specs, [], 300, {}, {})
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 300 * 16384
@@ -104,24 +104,24 @@ def test_tensors_that_are_laid_out_take_next_to_no_memory():
 
 def test_what_hdf5_knows_of_tensors_lies_in_front_of_them(tmp_path):
     specs = [TensorSpec(f"model/{n}", (300,), "float32") for n in range(400)]
-    skeleton, regions, _ = file_of(tmp_path / "a.h5", specs, {spec.path: bytes(1200) for spec in specs})
-    assert max(begin + len(data) for begin, data in regions) <= min(skeleton.offsets)
-    assert skeleton.data_end - min(skeleton.offsets) < 400 * 1200 + 8 * 400  # small tensors lie together
+    metadata_image, regions, _ = file_of(tmp_path / "a.h5", specs, {spec.path: bytes(1200) for spec in specs})
+    assert max(begin + len(data) for begin, data in regions) <= min(metadata_image.offsets)
+    assert metadata_image.data_end - min(metadata_image.offsets) < 400 * 1200 + 8 * 400  # small tensors lie together
 
 
 def test_large_tensors_start_at_a_page_without_larger_gaps_and_take_no_memory():
     specs = [TensorSpec(f"model/{n}", ((1 << 30) + 1,), "float32") for n in range(64)]
-    skeleton = build_skeleton(specs, [], 64, {}, {})
-    assert all(offset % 4096 == 0 for offset in skeleton.offsets)
-    assert 0 <= skeleton.data_end - (64 * specs[0].nbytes) < 64 * 4096 + (1 << 17)
-    assert sum(len(data) for _, data in skeleton.regions) < 1 << 20
+    metadata_image = build_metadata_image(specs, [], 64, {}, {})
+    assert all(offset % 4096 == 0 for offset in metadata_image.offsets)
+    assert 0 <= metadata_image.data_end - (64 * specs[0].nbytes) < 64 * 4096 + (1 << 17)
+    assert sum(len(data) for _, data in metadata_image.regions) < 1 << 20
 
 
 def test_a_further_name_is_the_same_dataset(tmp_path):
     spec = TensorSpec("model/w", (3,), "float32")
-    skeleton = build_skeleton([spec], [("model/tied/w", "model/w")], 1, {}, {})
-    regions, seal = skeleton.sealed(np.zeros(1, schema.EXTENT_DTYPE))
-    content = bytearray(seal.file_bytes)
+    metadata_image = build_metadata_image([spec], [("model/tied/w", "model/w")], 1, {}, {})
+    regions, footer = metadata_image.sealed(np.zeros(1, schema.EXTENT_DTYPE))
+    content = bytearray(footer.file_bytes)
     for begin, data in regions:
         content[begin : begin + len(data)] = data
     (tmp_path / "a.h5").write_bytes(content)
@@ -150,12 +150,12 @@ SAVES = st.lists(
 def fresh(*args):
     """What is made where no base is kept."""
     module._base_of.cache_clear()
-    return build_skeleton(*args)
+    return build_metadata_image(*args)
 
 
-def image_of(skeleton):
-    content = bytearray(skeleton.data_end)
-    for begin, data in skeleton.regions:
+def image_of(metadata_image):
+    content = bytearray(metadata_image.data_end)
+    for begin, data in metadata_image.regions:
         content[begin : begin + len(data)] = data
     return content
 
@@ -168,10 +168,10 @@ def test_a_kept_base_gives_the_bytes_of_a_new_one(saves):
         links = [("model/tied", "model/w")] if tied and specs else []
         calls.append((specs, links, num_extents, attributes, small))
     module._base_of.cache_clear()
-    found = [build_skeleton(*args) for args in calls]
+    found = [build_metadata_image(*args) for args in calls]
     assert found == [fresh(*args) for args in calls]
-    for skeleton, (*_, attributes, small) in zip(found, calls, strict=True):
-        with h5py.File(io.BytesIO(image_of(skeleton))) as file:
+    for metadata_image, (*_, attributes, small) in zip(found, calls, strict=True):
+        with h5py.File(io.BytesIO(image_of(metadata_image))) as file:
             assert {name: file.attrs[name] for name in attributes} == {
                 name: value.encode() if isinstance(value, str) else value for name, value in attributes.items()
             }
@@ -193,7 +193,7 @@ def test_a_base_serves_many_saves_and_none_changes_it(monkeypatch):
     for step, nbytes in enumerate([10, 5000, 1, 300_000, 10]):
         attributes = {"step": np.int64(step % 4), "date": f"2026-01-0{step % 4}"}
         small = {"extra/values": b"x" * nbytes, "metrics/loss/value": np.arange(nbytes, dtype=np.float64)}
-        made.append(build_skeleton(list(specs), (), 90, attributes, small))
+        made.append(build_metadata_image(list(specs), (), 90, attributes, small))
         image = bases[-1].image
         pages.append((image.nbytes, list(image.written(0, image.nbytes))))
         if not step:
@@ -207,9 +207,9 @@ def test_a_base_serves_many_saves_and_none_changes_it(monkeypatch):
     assert made[0].offsets == made[4].offsets
 
 
-def header_of_root(skeleton):
+def header_of_root(metadata_image):
     """The flags of the root group's object header, and its messages: (type, data)."""
-    begin, data = skeleton.regions[0]
+    begin, data = metadata_image.regions[0]
     assert begin == 0
     (at,) = struct.unpack_from("<Q", data, 36)  # in HDF5's superblock of version 2 and 3
     assert data[at : at + 5] == b"OHDR\x02"
@@ -233,12 +233,12 @@ def test_attributes_are_in_the_header_of_the_root_as_hdf5_has_them_by_default(co
     specs = [TensorSpec(f"model/a.tensor.with.a.name.of.its.own.{n}", (3,), "float32") for n in range(count)]
     content = Content(SimpleNamespace(specs=specs), root_attributes(3, 2), {})
     if is_part:
-        writer = SimpleNamespace(_content=content, _draft=SimpleNamespace(path=Path("a.h5")))
+        writer = SimpleNamespace(_content=content, _temporary=SimpleNamespace(path=Path("a.h5")))
         part = SimpleNamespace(plan=content.plan, blocks=range(count), node=0)
-        skeleton = SubfilesWriter._skeleton_of(writer, part)
+        metadata_image = SubfilesWriter._metadata_image_of(writer, part)
     else:
-        skeleton = build_skeleton(specs, [], count, content.attributes, {})
-    flags, messages = header_of_root(skeleton)
+        metadata_image = build_metadata_image(specs, [], count, content.attributes, {})
+    flags, messages = header_of_root(metadata_image)
     assert not flags & 0x10  # no numbers of its own for when attributes go into an index
     infos = [data for kind, data in messages if kind == 0x15]
     assert all(data[2 + 2 * (data[1] & 1) :][:8] == b"\xff" * 8 for data in infos)  # there is no index
@@ -249,8 +249,8 @@ def test_values_behind_the_tensors_take_little_more_than_their_bytes():
     specs = [TensorSpec(f"model/{n}", (300,), "float32") for n in range(400)]
     small = {f"{group}/values": b"x" * 100 for group in ("extra", "meta", "optim", "metrics/loss")}
     attributes = {"step": np.int64(1)}
-    without = build_skeleton(specs, [], 400, attributes, {}).data_end
-    assert build_skeleton(specs, [], 400, attributes, small).data_end < without + 400 + 6144
+    without = build_metadata_image(specs, [], 400, attributes, {}).data_end
+    assert build_metadata_image(specs, [], 400, attributes, small).data_end < without + 400 + 6144
 
 
 def test_a_base_that_names_other_files_is_not_kept():
@@ -259,7 +259,7 @@ def test_a_base_that_names_other_files_is_not_kept():
     for token in "abab":
         names = [f"x.{token}.h5"]
         sources = {0: [Source(names[0], ((0, 6),))]}
-        found = build_skeleton(specs, [], 1, {}, {"new": b"x"}, sources=sources, file_names=names)
+        found = build_metadata_image(specs, [], 1, {}, {"new": b"x"}, sources=sources, file_names=names)
         assert names[0].encode() in image_of(found)
         assert found.files
     assert module._base_of.cache_info().currsize == 0

@@ -15,13 +15,13 @@ from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.extents import elements_in
 from hpcfsdp.checkpoint.format.files import Files
-from hpcfsdp.checkpoint.format.footer import Seal, make_seal
+from hpcfsdp.checkpoint.format.footer import Footer, make_footer
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving import plan as planning
 from hpcfsdp.checkpoint.saving.content import Content, root_attributes
-from hpcfsdp.checkpoint.saving.temporary import BlockWriter, Draft, extent_rows
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, TemporaryFile, extent_rows
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 
@@ -48,9 +48,9 @@ def damaged(good, tmp_path):
     return shutil.copy(good, tmp_path / "b.h5")
 
 
-def no_seal(path, version=schema.FORMAT_VERSION):
-    """The error that a file without its seal is."""
-    return CheckpointCorruptError, f"{path}: damaged: the seal that ends a file of format {version} is missing"
+def no_footer(path, version=schema.FORMAT_VERSION):
+    """The error that a file without its footer is."""
+    return CheckpointCorruptError, f"{path}: damaged: the footer that ends a file of format {version} is missing"
 
 
 def error_of(path):
@@ -179,7 +179,7 @@ def test_another_version_is_refused(damaged, version):
 
 
 @pytest.mark.parametrize("version", ["", "x", "1", "1.0.0.0x"])
-def test_a_version_that_is_none_is_damage_or_without_a_seal(damaged, version):
+def test_a_version_that_is_none_is_damage_or_without_a_footer(damaged, version):
     with h5py.File(damaged, "r+") as file:
         file.attrs["format_version"] = np.bytes_(version)
     kind, message = error_of(damaged)
@@ -196,10 +196,10 @@ def test_a_file_without_the_commit_mark(damaged):
     )
 
 
-def test_a_file_that_hdf5_opened_to_change_it_has_lost_its_seal(damaged):
+def test_a_file_that_hdf5_opened_to_change_it_has_lost_its_footer(damaged):
     with h5py.File(damaged, "r+"):
         pass
-    assert error_of(damaged) == no_seal(damaged)
+    assert error_of(damaged) == no_footer(damaged)
 
 
 SMALL = [schema.EXTRA_VALUES, schema.CONFIG, schema.PARAM_GROUPS, schema.EXTENTS, schema.TENSORS]
@@ -219,7 +219,7 @@ def test_a_small_value_that_was_changed(good, damaged, name):
 def test_a_small_value_that_was_removed(damaged):
     with h5py.File(damaged, "r+") as file:
         del file[schema.PARAM_GROUPS]
-    assert error_of(damaged) == no_seal(damaged)
+    assert error_of(damaged) == no_footer(damaged)
 
 
 def flip(path, offset):
@@ -229,30 +229,30 @@ def flip(path, offset):
     Path(path).write_bytes(data)
 
 
-SEAL_FIELDS = {"size": -40, "count": -32, "digest": -24, "own digest": -16}
+FOOTER_FIELDS = {"size": -40, "count": -32, "digest": -24, "own digest": -16}
 
 
-@pytest.mark.parametrize("offset", SEAL_FIELDS.values(), ids=SEAL_FIELDS)
-def test_a_seal_that_was_changed(damaged, offset):
+@pytest.mark.parametrize("offset", FOOTER_FIELDS.values(), ids=FOOTER_FIELDS)
+def test_a_footer_that_was_changed(damaged, offset):
     flip(damaged, offset)
     kind, message = error_of(damaged)
     assert kind is CheckpointCorruptError
     assert message.startswith(f"{damaged}: damaged: its last bytes ")
 
 
-def test_a_seal_without_its_magic_is_none(damaged):
+def test_a_footer_without_its_magic_is_none(damaged):
     flip(damaged, -1)
-    assert error_of(damaged) == no_seal(damaged)
+    assert error_of(damaged) == no_footer(damaged)
 
 
 @pytest.mark.parametrize("more", [b"\0", b"x" * 40])
-def test_a_file_with_something_behind_its_seal(damaged, more):
+def test_a_file_with_something_behind_its_footer(damaged, more):
     with open(damaged, "ab") as file:
         file.write(more)
-    assert error_of(damaged) == no_seal(damaged)
+    assert error_of(damaged) == no_footer(damaged)
 
 
-def test_a_seal_at_the_end_of_other_bytes(damaged):
+def test_a_footer_at_the_end_of_other_bytes(damaged):
     data = damaged.read_bytes()
     damaged.write_bytes(data + data[-40:])
     assert error_of(damaged) == (
@@ -261,11 +261,11 @@ def test_a_seal_at_the_end_of_other_bytes(damaged):
     )
 
 
-@pytest.mark.parametrize("seal", [Seal(400, ((90, 20), (100, 10)), 0), Seal(400, ((0, 1), (399, 2)), 0)])
-def test_a_seal_over_regions_that_cannot_be(tmp_path, seal):
+@pytest.mark.parametrize("footer", [Footer(400, ((90, 20), (100, 10)), 0), Footer(400, ((0, 1), (399, 2)), 0)])
+def test_a_footer_over_regions_that_cannot_be(tmp_path, footer):
     path = tmp_path / "a.h5"
-    packed = seal.pack()
-    path.write_bytes(bytes(seal.file_bytes - len(packed)) + packed)
+    packed = footer.pack()
+    path.write_bytes(bytes(footer.file_bytes - len(packed)) + packed)
     assert error_of(path) == (
         CheckpointCorruptError,
         f"{path}: damaged: the regions that its last bytes name overlap, or are not in the file",
@@ -281,16 +281,16 @@ def rewrite(path, change):
 
 
 def sealed_anew(path, change):
-    """Have HDF5 change a file, and give it the seal that it then has to have: over all but the tensors."""
+    """Have HDF5 change a file, and give it the footer that it then has to have: over all but the tensors."""
     index, data = open_index(path), path.read_bytes()
     begins, ends = elements_in(index.extents, np.array([spec.itemsize for spec in index.tensors.values()]), 0)
-    image = io.BytesIO(data[: -len(index.seal.pack())])
+    image = io.BytesIO(data[: -len(index.footer.pack())])
     with h5py.File(image, "r+", libver=schema.LIBVER) as file:
         change(file)
     data = image.getvalue()
     edges = [0, *np.stack([begins, ends], 1).reshape(-1).tolist(), len(data)]
     regions = [(begin, data[begin:end]) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
-    path.write_bytes(data + make_seal(regions, len(data)).pack())
+    path.write_bytes(data + make_footer(regions, len(data)).pack())
 
 
 def onto_a_tensor(file):
@@ -383,7 +383,7 @@ def test_a_tensor_that_was_rewritten(tmp_path, change):
     model = nn.ModuleDict({"body": nn.Linear(3, 3)})
     path = checkpoint.save(tmp_path / "a.h5", model=model)
     rewrite(path, change)
-    assert error_of(path) == no_seal(path)
+    assert error_of(path) == no_footer(path)
 
 
 @pytest.fixture(scope="module")
@@ -473,12 +473,12 @@ def strided(tmp_path_factory):
     parts = [np.ascontiguousarray(values[:, low:high]).reshape(-1).view(np.uint8) for low, high in columns]
     small = {schema.EXTRA_VALUES: b"{}", schema.CONFIG: b"null"}
     content = Content(save_plan, root_attributes(1, len(columns)), small)
-    skeleton, draft = content.skeleton(), Draft(Files(), path, "x")
-    draft.create(skeleton.nbytes)
-    with draft.opened() as fd:
-        writer = BlockWriter(draft.files, fd, save_plan, skeleton.offsets, parts.__getitem__)
+    metadata_image, temporary = content.metadata_image(), TemporaryFile(Files(), path, "x")
+    temporary.create(metadata_image.nbytes)
+    with temporary.opened() as fd:
+        writer = BlockWriter(temporary.files, fd, save_plan, metadata_image.offsets, parts.__getitem__)
         sums = [writer.write(save_plan.blocks_of(r)).tobytes() for r in range(len(columns))]
-    draft.commit(skeleton, extent_rows(save_plan, skeleton.offsets, sums))
+    temporary.commit(metadata_image, extent_rows(save_plan, metadata_image.offsets, sums))
     return path, values
 
 

@@ -11,7 +11,7 @@ import torch
 
 from hpcfsdp.checkpoint import save
 from hpcfsdp.checkpoint.format.files import Files, System
-from hpcfsdp.checkpoint.format.footer import make_seal, read_seal
+from hpcfsdp.checkpoint.format.footer import make_footer, read_footer
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.schema import checksum
 from hpcfsdp.checkpoint.inspect.verify import verify_file
@@ -87,12 +87,12 @@ def test_every_bit_of_every_tensor_counts(good, flip):
 
 def test_damage_in_tables_values_and_attributes(good, flip):
     data = good.read_bytes()
-    seal = read_seal(len(data), lambda begin, nbytes: data[begin : begin + nbytes])
+    footer = read_footer(len(data), lambda begin, nbytes: data[begin : begin + nbytes])
     places = {
         "an attribute": data.index(b"software_version"),
         "a table": data.index(b"model/twin"),
         "a value": data.index(b'{"x":'),
-        "the table of extents": seal.regions[-1][0],
+        "the table of extents": footer.regions[-1][0],
         "the first byte": 0,
     }
     for what, byte in places.items():
@@ -102,7 +102,7 @@ def test_damage_in_tables_values_and_attributes(good, flip):
     assert faults_of(good) == []
 
 
-def test_damage_of_the_seal(good, flip):
+def test_damage_of_the_footer(good, flip):
     size = good.stat().st_size
     flip(good, size - 20)
     assert faults_of(good) == [("", "damaged: its last bytes do not have their checksum")]
@@ -112,16 +112,16 @@ def test_damage_of_the_seal(good, flip):
 
 
 def gaps(path):
-    """Bytes that are neither of a region nor of an element nor of the seal."""
+    """Bytes that are neither of a region nor of an element nor of the footer."""
     data, index = path.read_bytes(), open_index(path)
     taken = np.zeros(len(data), bool)
-    for begin, nbytes in index.seal.regions:
+    for begin, nbytes in index.footer.regions:
         taken[begin : begin + nbytes] = True
     for name, spec in index.tensors.items():
         for row in index.rows_of(name):
             begin = int(row["byte_offset"])
             taken[begin : begin + int(row["numel"]) * spec.itemsize] = True
-    taken[len(data) - len(index.seal.pack()) :] = True
+    taken[len(data) - len(index.footer.pack()) :] = True
     return np.flatnonzero(~taken).tolist()
 
 
@@ -144,30 +144,30 @@ def test_a_bit_in_any_gap_is_found(gappy, flip):
         flip(gappy, byte, 3)
 
 
-def sealed(data, seal):
+def sealed(data, footer):
     """A file with the digests that it has to have; regions as they were."""
-    regions = [(begin, data[begin : begin + nbytes]) for begin, nbytes in seal.regions]
-    end = seal.file_bytes - len(seal.pack())
-    return data[:end] + make_seal(regions, end).pack()
+    regions = [(begin, data[begin : begin + nbytes]) for begin, nbytes in footer.regions]
+    end = footer.file_bytes - len(footer.pack())
+    return data[:end] + make_footer(regions, end).pack()
 
 
 def resealed(path, change):
     """Change a file by HDF5, and give it the digests that it then has to have."""
     data = path.read_bytes()
-    seal = read_seal(len(data), lambda begin, nbytes: data[begin : begin + nbytes])
-    end = seal.file_bytes - len(seal.pack())
+    footer = read_footer(len(data), lambda begin, nbytes: data[begin : begin + nbytes])
+    end = footer.file_bytes - len(footer.pack())
     path.write_bytes(data[:end])
     with h5py.File(path, "r+", libver=("v108", "v110")) as file:
         change(file)
     changed = path.read_bytes()
     index = np.zeros(max(len(changed), end), bool)
-    index[: seal.regions[0][0] + seal.regions[0][1]] = True
-    for begin, nbytes in seal.regions:
+    index[: footer.regions[0][0] + footer.regions[0][1]] = True
+    for begin, nbytes in footer.regions:
         index[begin : begin + nbytes] = True
     index[end:] = True
     edges = np.flatnonzero(np.diff(np.concatenate([[False], index, [False]]).astype(np.int8))).reshape(-1, 2)
     regions = [(int(begin), changed[begin:stop]) for begin, stop in edges if begin < len(changed)]
-    path.write_bytes(changed + make_seal(regions, len(changed)).pack())
+    path.write_bytes(changed + make_footer(regions, len(changed)).pack())
 
 
 def unmark(file):
@@ -241,7 +241,7 @@ def test_hdf5_and_the_table_of_extents_have_to_see_a_tensor_at_one_place(gappy):
     row["byte_offset"] = place = gaps(gappy)[-1] - 3
     row["checksum"] = checksum(data[place : place + 4])
     data[begin : begin + row.nbytes] = row.tobytes()
-    gappy.write_bytes(sealed(bytes(data), index.seal))
+    gappy.write_bytes(sealed(bytes(data), index.footer))
     ((where, what),) = [fault for fault in faults_of(gappy) if fault[0]]
     assert where == "model/last"
     assert what.endswith(f"for HDF5, and at {place} in the table of extents")
@@ -292,7 +292,7 @@ def test_a_disk_that_fails_in_any_read_is_an_error_and_no_traceback(gappy, short
         system = Failing()
         try:
             ends.append(bool(verify_file(gappy, files=Files(system)).faults))
-        except CheckpointReplacedError:  # a seal that is not there is another one
+        except CheckpointReplacedError:  # a footer that is not there is another one
             assert short
         except CheckpointError as error:
             ends.append(True)

@@ -55,7 +55,7 @@ def index_of(shapes, blocks):
         param_groups=None,
         scalars=None,
         rng={},
-        seal=None,
+        footer=None,
         first_rows=first_rows,
     )
 

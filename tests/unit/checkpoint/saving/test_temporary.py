@@ -105,7 +105,7 @@ def test_a_disk_that_fails_for_good_leaves_the_old_file(tmp_path, code):
 def test_calls_that_are_cut_short_or_interrupted_make_no_difference(tmp_path, limits, interruptions):
     cut = write(tmp_path / "a.h5", 5, Cut(limits, interruptions))
     assert value_of(cut) == 5
-    assert open_index(cut).seal.regions == open_index(write(tmp_path / "b.h5", 5)).seal.regions
+    assert open_index(cut).footer.regions == open_index(write(tmp_path / "b.h5", 5)).footer.regions
 
 
 def test_what_savers_of_the_path_left_behind_long_ago_is_removed_and_nothing_else(tmp_path):

@@ -159,7 +159,7 @@ class Failing(System):
         return self._inner(*arguments)
 
 
-# Of one rank: the tensors' bytes are written in one call, and each region of the rest and the seal in one.
+# Of one rank: the tensors' bytes are written in one call, and each region of the rest and the footer in one.
 CALLS = [
     ("open", errno.EACCES, 0),
     ("ftruncate", errno.EFBIG, 0),

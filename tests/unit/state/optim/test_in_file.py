@@ -80,7 +80,7 @@ def test_state_is_named_by_parameter_and_key_in_the_shape_of_the_parameter(wrapp
 def test_numbers_are_scalars_of_each_parameter_and_none_is_nothing():
     model = shard(nn.Linear(2, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.state[model._unit.flats[0].parameter] = {"count": 3, "rate": 0.5, "done": True, "nothing": None}
+    optimizer.state[model._unit.sharded_params[0].parameter] = {"count": 3, "rate": 0.5, "done": True, "nothing": None}
     state = optimizer_state(model, optimizer)
     assert state.tensors == []
     assert state.scalars == {
@@ -102,7 +102,7 @@ def test_a_value_of_another_type_is_refused_by_key_name_and_type():
 def test_state_of_another_shape_than_the_shard_is_refused():
     model = shard(nn.Linear(2, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.state[model._unit.flats[0].parameter]["rows"] = torch.zeros(3)
+    optimizer.state[model._unit.sharded_params[0].parameter]["rows"] = torch.zeros(3)
     with pytest.raises(CheckpointError) as caught:
         optimizer_state(model, optimizer)
     assert str(caught.value) == (

@@ -89,18 +89,18 @@ def test_each_sharded_parameter_is_in_a_flat_one_under_its_first_name(original):
     model = shard(Net(), original=original)
     infos = get_fqn_to_fsdp_param_info(model)
     assert list(infos) == SHARDED
-    flats = {}
+    sharded_params = {}
     for name, info in infos.items():
-        flats.setdefault(info.flat, []).append(name)
+        sharded_params.setdefault(info.flat, []).append(name)
         assert list(info.param_indices).index(name) == info.param_indices[name]
     # Dtypes, and frozen parameters, have flat parameters of their own.
-    assert list(flats.values()) == [
+    assert list(sharded_params.values()) == [
         SHARDED[:3],
         ["block.weight", "block.none"],
         ["block.fixed"],
         ["block.wide"],
     ]
-    assert len({id(info) for info in infos.values()}) == len(flats)
+    assert len({id(info) for info in infos.values()}) == len(sharded_params)
     assert infos["block.wide"].layout.dtype is torch.float64
     assert all(info.mesh is model._unit.mesh for info in infos.values())
 

@@ -1,0 +1,5 @@
+"""The place where programs find ``BlockReader``; see ``hpcfsdp.checkpoint.format.reader``."""
+
+from hpcfsdp.checkpoint.format.reader import BlockReader
+
+__all__ = ["BlockReader"]
