@@ -107,7 +107,7 @@ def writer_class(name: str) -> type[PosixWriter]:
     if name not in modules:
         known = ", ".join(modules)
         raise CheckpointError(f"there is no writer {name!r}: choose one of {known}{nearest(name, modules)}")
-    module = importlib.import_module(f"hpcfsdp.checkpoint.{modules[name]}")
+    module = importlib.import_module(f"hpcfsdp.checkpoint.saving.{modules[name]}")
     found: type[PosixWriter] = getattr(module, f"{name.capitalize()}Writer")
     found.check_usable()
     return found
