@@ -12,7 +12,7 @@ from hpcfsdp.checkpoint.convert.peft import CONFIG_NAME, FORMAT as PEFT, export_
 from hpcfsdp.cli.reporting import Parser, print_result
 from hpcfsdp.errors import UsageError
 from hpcfsdp.output.progress_bar import byte_progress
-from hpcfsdp.text.wording import readable_bytes
+from hpcfsdp.text.terminal import readable_bytes
 
 _EXAMPLES = (
     "hpcfsdp export my_model.h5 my_model.safetensors                  # the model",

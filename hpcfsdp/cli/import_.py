@@ -9,7 +9,7 @@ from pathlib import Path
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES
 from hpcfsdp.cli.reporting import Parser, print_result
 from hpcfsdp.output.progress_bar import byte_progress
-from hpcfsdp.text.wording import readable_bytes
+from hpcfsdp.text.terminal import readable_bytes
 
 _EXAMPLES = (
     "hpcfsdp import model.safetensors my_model.h5        # from another program",

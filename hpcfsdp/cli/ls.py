@@ -18,7 +18,7 @@ from hpcfsdp.cli.printing import Brief
 from hpcfsdp.cli.readable import DATE, readable_date, readable_number, readable_shape
 from hpcfsdp.cli.reporting import Parser, paths_and_patterns, print_result
 from hpcfsdp.errors import CheckpointError, UsageError
-from hpcfsdp.text.wording import readable_bytes
+from hpcfsdp.text.terminal import readable_bytes
 
 _EXAMPLES = (
     "hpcfsdp ls runs/quickstart                    # the checkpoints of a run",

@@ -16,7 +16,7 @@ from hpcfsdp.cli.printing import Brief, print_table
 from hpcfsdp.cli.readable import plain_value
 from hpcfsdp.cli.reporting import Parser, print_json, print_line
 from hpcfsdp.errors import UsageError
-from hpcfsdp.text.wording import readable_bytes
+from hpcfsdp.text.terminal import readable_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from hpcfsdp.checkpoint.manager import retention
 from hpcfsdp.cli.folders import size_of
 from hpcfsdp.cli.reporting import Parser, print_result
 from hpcfsdp.errors import UsageError
-from hpcfsdp.text.wording import readable_bytes
+from hpcfsdp.text.terminal import readable_bytes
 
 _EXAMPLES = (
     "hpcfsdp prune runs/quickstart --keep-last 3 --dry-run          # what would go",

@@ -18,7 +18,7 @@ from hpcfsdp.cli.printing import print_table
 from hpcfsdp.cli.readable import plain_value, readable_date, readable_shape, shortened
 from hpcfsdp.cli.reporting import Parser, print_json
 from hpcfsdp.errors import CheckpointError, UsageError, nearest
-from hpcfsdp.text.wording import readable_bytes
+from hpcfsdp.text.terminal import readable_bytes
 
 FIRST_VALUES = 8
 _EXAMPLES = (

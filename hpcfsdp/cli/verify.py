@@ -14,7 +14,7 @@ from hpcfsdp.cli.folders import checkpoints_in, size_of
 from hpcfsdp.cli.reporting import Parser, print_json, print_line
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from hpcfsdp.output.progress_bar import byte_progress
-from hpcfsdp.text.wording import readable_bytes
+from hpcfsdp.text.terminal import readable_bytes
 
 EXIT_DAMAGED = CheckpointCorruptError.exit_code
 

@@ -18,7 +18,7 @@ from hpcfsdp.doctor.mounts import file_system_of
 from hpcfsdp.errors import HpcfsdpError, LaunchError
 from hpcfsdp.launch import device as devices, rendezvous
 from hpcfsdp.launch.job import current_job
-from hpcfsdp.text.number_ranges import spans
+from hpcfsdp.text.terminal import spans
 
 
 def steps(limit_s: float) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcfsdp.doctor.finding import Finding, note, ok, problem, warning
 from hpcfsdp.doctor.mounts import is_shared
-from hpcfsdp.text.number_ranges import members, ranks as named, spans
+from hpcfsdp.text.terminal import members, ranks as named, spans
 
 Rows = list[dict[str, Any]]
 _SHOWN_NODES = 8

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpcfsdp.doctor.finding import Finding, note, ok, problem, warning
-from hpcfsdp.text.number_ranges import ranks as named
+from hpcfsdp.text.terminal import ranks as named
 
 OLDEST = {"python": (3, 10), "torch": (2, 11), "mpi4py": (4, 0), "h5py": (3, 11)}
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp.text import json_shapes, safe_files
+from hpcfsdp.text import json_input, safe_files
 
 log = logging.getLogger("hpcfsdp.hang")
 
@@ -194,9 +194,9 @@ def _remove_answers(request: Request, folder: int) -> None:
         os.rmdir(request.name, dir_fd=folder)
 
 
-def _parsed(name: str, folder: int, most_bytes: int, shape: json_shapes.Shape) -> Any:
+def _parsed(name: str, folder: int, most_bytes: int, shape: json_input.Shape) -> Any:
     """The JSON of a file of this user or root; None where there is none."""
     try:
-        return json_shapes.parse(safe_files.read(name, most_bytes, folder=folder, own=True), shape)
+        return json_input.parse(safe_files.read(name, most_bytes, folder=folder, own=True), shape)
     except OSError:
         return None

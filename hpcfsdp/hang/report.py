@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hpcfsdp.hang import stacks
-from hpcfsdp.text import json_shapes
+from hpcfsdp.text import json_input
 from hpcfsdp.text.terminal import shown_lines
 
 SHOWN_EVENTS = 20
@@ -44,7 +44,7 @@ _ANSWER = {
 
 def is_answer(answer: dict[str, Any]) -> bool:
     """Whether this is what a node answers. Its job can be part of the name of a file."""
-    return json_shapes.fits(answer, _ANSWER) and (
+    return json_input.fits(answer, _ANSWER) and (
         0 <= answer["node"] < answer["num_nodes"] <= answer["size"] <= 1 << 20
         and all(0 <= rank["rank"] < answer["size"] for rank in answer["ranks"])
         and _JOB.fullmatch(answer["job"]) is not None

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from hpcfsdp import env
-from hpcfsdp.text.number_ranges import ranks
+from hpcfsdp.text.terminal import ranks
 
 WINDOW_S = 0.6
 """How long a failed rank listens for others that have failed, too. Ranks in a collective never raise an error."""

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from hpcfsdp import _compat, env
 from hpcfsdp.errors import DifferentCallsError
 from hpcfsdp.hang import calls, events
-from hpcfsdp.text import json_shapes
+from hpcfsdp.text import json_input
 
 log = logging.getLogger("hpcfsdp.comm")
 
@@ -183,7 +183,7 @@ def unpack(rank: int, text: bytes) -> Waiting | None:
 
     Whoever reaches the store's port can write there.
     """
-    found = json_shapes.parse(text, _RECORD) if 0 < len(text) <= _MOST_BYTES else None
+    found = json_input.parse(text, _RECORD) if 0 < len(text) <= _MOST_BYTES else None
     if found is None or found["rank"] != rank:
         return None
     answers = {about: (serial, label) for about, serial, label in found["answers"]}

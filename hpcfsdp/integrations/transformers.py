@@ -24,7 +24,7 @@ from hpcfsdp.integrations.accelerate import ShardedAccelerator, plain_optimizer,
 from hpcfsdp.integrations.recipe import recipe_of, refuse_given
 from hpcfsdp.integrations.training_state import FILE_NAME, HeldGenerators, pack, unpack
 from hpcfsdp.preempt import Preemption, exit_requeue
-from hpcfsdp.text import json_shapes, safe_files
+from hpcfsdp.text import json_input, safe_files
 from hpcfsdp.world import current_world
 
 log = logging.getLogger("hpcfsdp.trainer")
@@ -320,7 +320,7 @@ def _step_of(folder: Path) -> int:
 def _is_complete(folder: Path) -> bool:
     """Whether a save came to its end: the state of the trainer is written last."""
     try:
-        state = json_shapes.parse(safe_files.read(folder / _STATE_NAME, _MOST_STATE_BYTES), dict)
+        state = json_input.parse(safe_files.read(folder / _STATE_NAME, _MOST_STATE_BYTES), dict)
     except OSError:
         return False
     return state is not None and (folder / FILE_NAME).exists()

@@ -16,7 +16,7 @@ from pathlib import Path
 from hpcfsdp import env
 from hpcfsdp.errors import UsageError
 from hpcfsdp.hang import stacks
-from hpcfsdp.text import json_shapes, safe_files
+from hpcfsdp.text import json_input, safe_files
 
 log = logging.getLogger("hpcfsdp.train")
 
@@ -244,7 +244,7 @@ def _touched(path: Path) -> int | None:
 def _read(path: Path) -> Holder | None:
     """The holder in a file; None if there is no file, or no holder in it."""
     try:
-        found = json_shapes.parse(safe_files.read(path, 1 << 16), _HOLDER)
+        found = json_input.parse(safe_files.read(path, 1 << 16), _HOLDER)
     except OSError:
         return None
     return None if found is None else Holder(**found)

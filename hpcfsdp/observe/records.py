@@ -19,7 +19,7 @@ from typing import Any
 
 from hpcfsdp import env
 from hpcfsdp.text import safe_files
-from hpcfsdp.text.json_lines import Tail, lines, records, step_of
+from hpcfsdp.text.json_input import Tail, lines, records, step_of
 
 log = logging.getLogger("hpcfsdp.observe")
 

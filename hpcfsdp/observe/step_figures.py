@@ -15,7 +15,7 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import UsageError
 from hpcfsdp.observe.facts import Facts
 from hpcfsdp.observe.records import finite, utc_now
-from hpcfsdp.text import json_lines
+from hpcfsdp.text import json_input
 from hpcfsdp.timeline import Stretch
 
 SERIES = ("loss", "grad_norm", "lr", "tokens_per_s", "comm_share", "flop_utilisation", "memory_peak_bytes")
@@ -284,14 +284,14 @@ class Series:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add the figures of a record. One that is not finite is in the curve as such; one that is no number is not."""
-        step = json_lines.step_of(record)
+        step = json_input.step_of(record)
         if step is None:
             return
         memory, others = (record.get(name) for name in ("memory", "not_finite"))
         others = others if isinstance(others, Mapping) else {}
         peak = memory.get("peak_bytes") if isinstance(memory, Mapping) else None
         for name in SERIES:
-            value = json_lines.number(peak if name == "memory_peak_bytes" else record.get(name))
+            value = json_input.number(peak if name == "memory_peak_bytes" else record.get(name))
             if others.get(name) in _NOT_FINITE:
                 value = float(others[name])
             elif math.isnan(value):

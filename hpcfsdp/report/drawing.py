@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcfsdp.output.figure_file import new_figure
 from hpcfsdp.report.thinning import spaced
-from hpcfsdp.text.wording import readable_bytes, readable_count
+from hpcfsdp.text.terminal import readable_bytes, readable_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

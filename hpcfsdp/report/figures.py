@@ -27,8 +27,7 @@ from hpcfsdp.report.drawing import (
 from hpcfsdp.report.run_folder import Run
 from hpcfsdp.report.summary import rate_column, segments
 from hpcfsdp.report.thinning import averaged, thinned
-from hpcfsdp.text.terminal import shown
-from hpcfsdp.text.wording import readable_bytes, readable_count, readable_duration, readable_share
+from hpcfsdp.text.terminal import readable_bytes, readable_count, readable_duration, readable_share, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

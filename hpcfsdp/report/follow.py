@@ -14,7 +14,7 @@ from hpcfsdp.report.run_events import Event
 from hpcfsdp.report.run_folder import CONFIG, EVENTS, METRICS, Run, read_config, read_hangs, silent_s_of
 from hpcfsdp.report.run_logs import LEVELS, LogNotes
 from hpcfsdp.report.series import SeriesBuilder
-from hpcfsdp.text.json_lines import Tail, text
+from hpcfsdp.text.json_input import Tail, text
 
 LAST_RECORDS = 2000
 LAST_WARNINGS = 3

@@ -11,8 +11,7 @@ import numpy as np
 
 from hpcfsdp.report.run_folder import Run
 from hpcfsdp.report.summary import STATUS, Summary, summarize
-from hpcfsdp.text.terminal import shown
-from hpcfsdp.text.wording import readable_bytes, readable_count, readable_duration, readable_share
+from hpcfsdp.text.terminal import readable_bytes, readable_count, readable_duration, readable_share, shown
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-~=+*#"

@@ -15,8 +15,8 @@ from hpcfsdp.report.run_folder import Run
 from hpcfsdp.report.run_logs import readable_ranks
 from hpcfsdp.report.series import Series
 from hpcfsdp.report.summary import Segment, Summary, rate_column, segments
-from hpcfsdp.text.json_lines import text
-from hpcfsdp.text.wording import counted, readable_bytes, readable_count, readable_duration, readable_share
+from hpcfsdp.text.json_input import text
+from hpcfsdp.text.terminal import counted, readable_bytes, readable_count, readable_duration, readable_share
 
 NEWEST = 10
 """Checkpoints that are shown at once; the others can be opened."""

@@ -13,7 +13,7 @@ import numpy as np
 from hpcfsdp.report.run_folder import Run
 from hpcfsdp.report.series import Series
 from hpcfsdp.report.summary import Summary, rate_column, save_interval, segments
-from hpcfsdp.text.wording import counted, readable_bytes, readable_count, readable_duration, readable_share
+from hpcfsdp.text.terminal import counted, readable_bytes, readable_count, readable_duration, readable_share
 
 WINDOW = 200
 """Steps that count as recent."""

@@ -12,7 +12,7 @@ from hpcfsdp.checkpoint.format.catalog import checkpoint_files, step_of
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.report.run_events import Event
-from hpcfsdp.text.json_lines import seconds_of
+from hpcfsdp.text.json_input import seconds_of
 
 MOST_OPENED = 10
 """How many of the newest files are opened for their facts."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp.text.json_lines import Tally, number, records, seconds_of, step_of, text
+from hpcfsdp.text.json_input import Tally, number, records, seconds_of, step_of, text
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from hpcfsdp.report.run_events import Event, read_events
 from hpcfsdp.report.run_logs import LogNotes, read_logs
 from hpcfsdp.report.series import Series, SeriesBuilder
 from hpcfsdp.text import safe_files
-from hpcfsdp.text.json_lines import Tally, number, records, step_of, text
+from hpcfsdp.text.json_input import Tally, number, records, step_of, text
 
 METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "config.yaml"
 _LARGEST_CONFIG = 1 << 18

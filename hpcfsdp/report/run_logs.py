@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpcfsdp.text import json_shapes, safe_files
-from hpcfsdp.text.json_lines import number, seconds_of, text
+from hpcfsdp.text import json_input, safe_files
+from hpcfsdp.text.json_input import number, seconds_of, text
 
 LAST_BYTES = 1 << 20
 """How much of the end of each rank's file is read."""
@@ -72,7 +72,7 @@ def read_logs(folder: Path) -> LogNotes:
         lines, whole = _last_lines(path)
         cut += not whole
         for line in lines:
-            record = json_shapes.parse(line, dict)
+            record = json_input.parse(line, dict)
             if record is None:
                 damaged += 1
                 continue

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcfsdp.text.json_lines import number, seconds_of, step_of, text
+from hpcfsdp.text.json_input import number, seconds_of, step_of, text
 
 NESTED = ("memory", "straggler")
 """Objects in a record, whose numbers become columns: "memory.peak_bytes"."""

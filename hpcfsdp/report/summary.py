@@ -14,7 +14,7 @@ from hpcfsdp.launch.lock import SILENT_S
 from hpcfsdp.report.run_events import Event
 from hpcfsdp.report.run_folder import Run, total_steps
 from hpcfsdp.report.series import Series
-from hpcfsdp.text.json_lines import number
+from hpcfsdp.text.json_input import number
 
 RECENT = 50
 """Steps over which rates are taken: their median."""

@@ -1,1 +1,1 @@
-"""Text and files that may come from others, for terminals and as JSON; and numbers in words."""
+"""Text and files that may come from others, for terminals and as JSON; quantities in words."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcfsdp.checkpoint.format import entry_names as names, schema
 from hpcfsdp.checkpoint.format.plain_values import fits
-from hpcfsdp.text import json_shapes
+from hpcfsdp.text import json_input
 
 _PLAIN = (bool, int, float)
 
@@ -82,7 +82,7 @@ def check_entries(entries: Any, tensors: Mapping[str, Any], index: Mapping[str, 
         kinds = set(found) - {"path", "types"}
         kind = next(iter(kinds)) if len(kinds) == 1 else None
         keys = [found.get(key) for key in ("path", kind)]
-        if kind not in names.KINDS or not all(keys) or not json_shapes.fits(keys, [[(str, int)]]):
+        if kind not in names.KINDS or not all(keys) or not json_input.fits(keys, [[(str, int)]]):
             raise ValueError(f"{where} is {_short(found)}, no path of an entry with its place")
         entry = names.Entry(tuple(found["path"]), kind, tuple(found[kind]))
         if kind == names.TENSOR:

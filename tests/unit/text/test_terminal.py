@@ -4,7 +4,7 @@ import pytest
 
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.output import log
-from hpcfsdp.text.terminal import shown, shown_lines, shown_message, shown_styled
+from hpcfsdp.text.terminal import members, ranks, shown, shown_lines, shown_message, shown_styled, spans
 
 RAW = "a\x1b[31m\x9b2J\x07\u202e\u2066\ud800\x7f\n\t\u2028é漢"
 SHOWN = r"a\x1b[31m\x9b2J\x07\u202e\u2066\ud800\x7f\n\t\u2028é漢"
@@ -61,3 +61,16 @@ def test_so_do_log_lines(capsys):
 @pytest.mark.parametrize("text", ["", "plain", "two\nlines\n"])
 def test_plain_text_stays_as_it_is(text):
     assert shown_lines(text) == shown_styled(text) == text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 3, 8], "0-3,8"), ([5, 1, 4, 9, 1], "1,4-5,9")]
+)
+def test_spans_are_written_and_read(numbers, text):
+    assert spans(numbers) == text
+    assert members(text) == set(numbers)
+
+
+def test_ranks_are_named():
+    assert ranks([2]) == "rank 2"
+    assert ranks(number for number in (0, 1, 4)) == "ranks 0-1,4"

@@ -1,4 +1,4 @@
-"""Files of JSON lines that another process may be writing: damaged lines are counted, an incomplete last line waits."""
+"""JSON that others have written: values of an expected shape, and files of lines that may still be growing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,37 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hpcfsdp.text import json_shapes, safe_files
+from hpcfsdp.text import safe_files
+
+Shape = Any
+"""A type; None; a tuple of shapes, any of which will do; a list of one shape for any number of values, or of several
+for as many; or a dict of shapes, for exactly these names."""
 
 LONGEST_LINE = 1 << 20
 """Bytes of a line that is read as one; what is longer is damaged."""
+
+
+def parse(text: bytes, shape: Shape) -> Any:
+    """Return the value of a text, None unless it has the shape. Integers have 64 bits at most."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):  # no JSON, no UTF-8, a number of thousands of digits, lists of many levels
+        return None
+    return found if fits(found, shape) else None
+
+
+def fits(value: Any, shape: Shape) -> bool:
+    """Return whether a value of JSON has a shape."""
+    if isinstance(shape, tuple):
+        return any(fits(value, one) for one in shape)
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and value.keys() == shape.keys() and all(fits(value[n], shape[n]) for n in shape)
+    if isinstance(shape, list):
+        shapes = shape * len(value) if len(shape) == 1 and isinstance(value, list) else shape
+        return isinstance(value, list) and len(value) == len(shapes) and all(map(fits, value, shapes))
+    if shape is None:
+        return value is None
+    return type(value) is shape and (shape is not int or -1 << 63 <= value < 1 << 63)
 
 
 @dataclass
@@ -33,7 +60,7 @@ class Tally:
 
 
 def records(path: Path, tally: Tally | None = None) -> Iterator[dict[str, Any]]:
-    """The objects of a file's lines; none where there is no file. Counts lines in `tally`.
+    """Yield the objects of a file's lines, none where there is no file. Count lines in `tally`.
 
     Raises:
         OSError: the file cannot be read, see ``safe_files.open_to_read``.
@@ -42,7 +69,7 @@ def records(path: Path, tally: Tally | None = None) -> Iterator[dict[str, Any]]:
 
 
 def lines(path: Path, tally: Tally | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """As ``records``, each with the bytes of its line."""
+    """Yield what ``records`` does, each object with the bytes of its line."""
     try:
         file = safe_files.open_to_read(path)
     except FileNotFoundError:
@@ -54,7 +81,7 @@ def lines(path: Path, tally: Tally | None = None) -> Iterator[tuple[bytes, dict[
             number += 1
             if not line.strip():
                 continue
-            record = json_shapes.parse(line, dict)
+            record = parse(line, dict)
             if record is not None:
                 tally.sound += 1
                 yield line, record
@@ -64,7 +91,7 @@ def lines(path: Path, tally: Tally | None = None) -> Iterator[tuple[bytes, dict[
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Lines, and whether they are complete: the last one may be written right now. Of a longer line its beginning."""
+    """Yield lines, of longer ones the beginning, and whether they are complete: the last may be written right now."""
     while line := file.readline(LONGEST_LINE):
         rest = line
         while rest and not rest.endswith(b"\n"):
@@ -91,7 +118,7 @@ class Tail:
         self._rest = b""
 
     def poll(self) -> tuple[list[dict[str, Any]], bool]:
-        """New objects, and whether the file has begun anew, so that earlier ones no longer count.
+        """Return new objects, and whether the file has begun anew, so that earlier ones no longer count.
 
         Raises:
             OSError: the file is there and cannot be read.
@@ -119,11 +146,11 @@ class Tail:
         *lines, self._rest = (self._rest + added).split(b"\n")
         if len(self._rest) > LONGEST_LINE:
             self._rest = b""
-        return [record for line in lines if (record := json_shapes.parse(line, dict)) is not None], anew
+        return [record for line in lines if (record := parse(line, dict)) is not None], anew
 
 
 def number(value: Any) -> float:
-    """A JSON value as float64; NaN for null, for text, and for what is not finite."""
+    """Return a JSON value as float64; NaN for null, for text, and for what is not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -134,13 +161,13 @@ def number(value: Any) -> float:
 
 
 def step_of(record: Mapping[str, Any]) -> int | None:
-    """The step of a record; None where it has no sensible one."""
+    """Return the step of a record, None where it has no sensible one."""
     step = number(record.get("step"))
     return int(step) if 0 <= step < 1 << 53 and step == int(step) else None
 
 
 def seconds_of(date: Any) -> float:
-    """An ISO 8601 date as seconds since the epoch; NaN for anything else. Without a time zone it is UTC."""
+    """Return an ISO 8601 date, in UTC unless it names a time zone, in seconds since the epoch; NaN for anything else."""
     if not isinstance(date, str):
         return math.nan
     try:
@@ -154,6 +181,6 @@ def seconds_of(date: Any) -> float:
 
 
 def text(value: Any, most: int = 2000) -> str:
-    """A JSON value as text of at most `most` characters; "" for null."""
+    """Return a JSON value as text of at most `most` characters; "" for null."""
     found = "" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
     return found if len(found) <= most else found[: most - 1] + "…"

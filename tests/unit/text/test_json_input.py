@@ -1,13 +1,15 @@
-"""Files of JSON lines that are damaged, or that another process is writing."""
+"""JSON of other shapes, and files of JSON lines that are damaged or that another process is writing."""
 
+import json
 import math
 import os
 
 import pytest
 
-from hpcfsdp.text import json_lines
-from hpcfsdp.text.json_lines import Tail, Tally, number, records, seconds_of, step_of
+from hpcfsdp.text.json_input import Tail, Tally, number, parse, records, seconds_of, step_of
 
+SHAPE = {"name": str, "at": (None, [str, int]), "many": [[int, (str, None)]], "share": float, "done": bool}
+SOUND = {"name": "a", "at": ["b", 1], "many": [[1, "c"], [2, None]], "share": 0.5, "done": True}
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
@@ -28,7 +30,7 @@ def test_a_last_line_without_an_end_is_not_damaged_but_being_written(tmp_path):
 
 
 def test_a_line_without_an_end_takes_bounded_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_lines, "LONGEST_LINE", 64)
+    monkeypatch.setattr(json_input, "LONGEST_LINE", 64)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"x" * 1000 + b'\n{"step": 3}\n')
     tally = Tally()
@@ -105,3 +107,35 @@ def test_dates_are_utc():
     assert seconds_of("1970-01-01T00:01:00") == 60
     for wrong in ("yesterday", 5, None, "0001-01-01T00:00:00+23:59"):
         assert math.isnan(seconds_of(wrong)) or seconds_of(wrong) < 0
+
+
+@pytest.mark.parametrize("changed", [{}, {"at": None}, {"many": []}, {"many": [[-(1 << 63), None]]}])
+def test_a_value_of_the_shape(changed):
+    assert parse(json.dumps(SOUND | changed).encode(), SHAPE) == SOUND | changed
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({"name": value} for value in (1, None, ["a"], {})),
+        *({"at": value} for value in ("b", [], ["b"], ["b", 1, 2], ["b", True], [1, "b"])),
+        *({"many": value} for value in ([1], [[1]], [[1 << 63, "c"]], [[1.0, "c"]], {}, "ab")),
+        {"share": 1},
+        {"done": 1},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_value_of_another_shape_is_none(changed):
+    assert parse(json.dumps(SOUND | changed).encode(), SHAPE) is None
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"\xff", b"\x80\x04N.", b"[" * 100_000, b'{"name": 1' + b"0" * 5000 + b"}"]
+)
+def test_what_is_no_json_is_none(text):
+    assert parse(text, SHAPE) is None
+
+
+def test_a_name_that_is_missing():
+    assert parse(json.dumps({"name": "a"}).encode(), SHAPE) is None
