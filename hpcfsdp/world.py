@@ -184,9 +184,7 @@ def init(
     check_torchrun(comm.size)
     import torch.distributed as dist
 
-    from hpcfsdp.comm import progress_thread, select
-
-    # These load torch, after MPI: Cray systems need this order.
+    from hpcfsdp.comm import progress_thread, select  # this and the next load torch, after MPI: Cray needs this order
     from hpcfsdp.comm.backend import process_group as hpcmpi
     from hpcfsdp.comm.mpi.communicator import MpiCommunicator
     from hpcfsdp.comm.torch_group import TorchGroupCommunicator

@@ -167,7 +167,7 @@ def step_of(record: Mapping[str, Any]) -> int | None:
 
 
 def seconds_of(date: Any) -> float:
-    """Return an ISO 8601 date, in UTC unless it names a time zone, in seconds since the epoch; NaN for anything else."""
+    """Return the seconds from the epoch to an ISO 8601 date, in UTC unless it says otherwise; NaN for anything else."""
     if not isinstance(date, str):
         return math.nan
     try:

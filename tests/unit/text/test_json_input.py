@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from hpcfsdp.text import json_input
 from hpcfsdp.text.json_input import Tail, Tally, number, parse, records, seconds_of, step_of
 
 SHAPE = {"name": str, "at": (None, [str, int]), "many": [[int, (str, None)]], "share": float, "done": bool}
