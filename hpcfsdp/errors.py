@@ -1,10 +1,11 @@
 """Errors of hpcfsdp, with the exit codes of commands that they end."""
 
+import contextlib
 import difflib
 import heapq
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from hpcfsdp.text.terminal import shown_lines
@@ -154,6 +155,24 @@ def _shared_ends(one: str, other: str) -> int:
 def _shared_beginning(one: str, other: str) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+@contextlib.contextmanager
+def needs_extra(extra: str, what: str) -> Iterator[None]:
+    """A context for importing packages that only the extra `extra` of hpcfsdp installs.
+
+    Args:
+        what: needs them, for the message.
+
+    Raises:
+        HpcfsdpError: one of them cannot be loaded.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise HpcfsdpError(
+            f"{what} needs packages that cannot be loaded ({error}): pip install 'hpcfsdp[{extra}]'"
+        ) from None
 
 
 def p_assert(condition: object, message: str) -> None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcfsdp.errors import HpcfsdpError
+from hpcfsdp.errors import HpcfsdpError, needs_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,12 +18,8 @@ def new_figure(width: float, height: float, dpi: int = 120) -> Figure:
     Raises:
         HpcfsdpError: matplotlib cannot be loaded.
     """
-    try:
+    with needs_extra("plot", "a picture"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise HpcfsdpError(
-            f"matplotlib, with which pictures are drawn, cannot be loaded ({error}): pip install 'hpcfsdp[plot]'"
-        ) from None
     return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from hpcfsdp import env
+from hpcfsdp.errors import needs_extra
 from hpcfsdp.text.terminal import shown
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class _Lines(Progress):
 
 class _Bar(Progress):
     def __init__(self, first: int, last: int) -> None:
-        from rich import progress as rich
+        with needs_extra("cli", "a progress bar"):
+            from rich import progress as rich
 
         columns = (
             rich.BarColumn(),
@@ -85,7 +87,8 @@ def byte_progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty():
         yield lambda step: None
         return
-    from rich import progress as rich
+    with needs_extra("cli", "a progress bar"):
+        from rich import progress as rich
 
     columns = (
         rich.TextColumn("{task.description}", markup=False),

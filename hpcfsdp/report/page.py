@@ -11,7 +11,7 @@ from typing import Any
 
 from hpcfsdp._version import __version__
 from hpcfsdp.checkpoint.format.files import reason
-from hpcfsdp.errors import HpcfsdpError
+from hpcfsdp.errors import HpcfsdpError, needs_extra
 from hpcfsdp.report.drawing import Figure
 from hpcfsdp.report.page_tables import (
     checkpoint_tables,
@@ -39,8 +39,9 @@ def render(run: Run, summary: Summary, problems: Sequence[Problem], figures: Seq
     Args:
         made_s: now, seconds since the epoch.
     """
-    import jinja2  # --json needs none
-    from markupsafe import Markup
+    with needs_extra("cli", "the page of a run"):  # --json needs none
+        import jinja2
+        from markupsafe import Markup
 
     def printable(value: Any) -> Any:
         return value if isinstance(value, Markup) or not isinstance(value, str) else shown_lines(value)

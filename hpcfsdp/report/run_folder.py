@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hpcfsdp.checkpoint.format.files import reason
-from hpcfsdp.errors import HpcfsdpError, UsageError
+from hpcfsdp.errors import HpcfsdpError, UsageError, needs_extra
 from hpcfsdp.hang import report as hang_report
 from hpcfsdp.launch.lock import training_in
 from hpcfsdp.report.run_checkpoints import SavedCheckpoint, find_checkpoints
@@ -204,6 +202,8 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, str]:
             content = file.read(_LARGEST_CONFIG).decode(errors="replace")
     except FileNotFoundError:
         return None, ""
+    with needs_extra("cli", "a configuration"):
+        import yaml
     try:
         # Of a few lists that name each other, all that follows would never end.
         has_aliases = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(content, yaml.SafeLoader))

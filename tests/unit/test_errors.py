@@ -6,7 +6,7 @@ import torch
 from torch.distributed import utils as stock
 
 from hpcfsdp import _compat, errors
-from hpcfsdp.errors import HpcfsdpError, nearest, p_assert, rebuild
+from hpcfsdp.errors import HpcfsdpError, nearest, needs_extra, p_assert, rebuild
 
 EXIT_CODES = {
     "HpcfsdpError": 1,
@@ -131,3 +131,9 @@ def test_of_many_names_the_nearest_is_looked_for_among_a_few(monkeypatch):
         "; did you mean 'train.optimizer.lr'?"
     )
     assert max(compared) <= 100
+
+
+def test_a_package_of_an_extra_that_is_missing_is_named_with_the_remedy():
+    match = r"^a page needs .*no_such_package.*pip install 'hpcfsdp\[cli\]'$"
+    with pytest.raises(HpcfsdpError, match=match), needs_extra("cli", "a page"):
+        import no_such_package  # noqa: F401
