@@ -239,23 +239,18 @@ def recorded(draw):
 
 torch.randn, torch.randint = recorded(torch.randn), recorded(torch.randint)
 
-for page, (setup, *others) in json.loads(Path("pages.json").read_text()).items():
-    def run(block, namespace):
-        line, code = block
-        exec(compile("\\n" * line + code, page, "exec"), namespace)
-        return namespace
-
+for page, blocks in json.loads(Path("pages.json").read_text()).items():
     drawn.clear()
-    before = run(setup, {"__name__": "__main__"})
-    for block in others:
-        run(block, dict(before))
-    everyone = before["world"].comm.allgather(drawn)
+    names = {"__name__": "__main__"}
+    for line, code in blocks:
+        exec(compile("\\n" * line + code, page, "exec"), names)
+    everyone = names["world"].comm.allgather(drawn)
     if page != "docs/how-to/mesh.md":  # where all ranks draw the whole batch and use a part of it
         assert len(set(map(len, everyone))) == 1
         for number, draws in enumerate(zip(*everyone)):
             assert len(set(map(tuple, draws))) == len(draws), f"{page}: draw {number} is the same on several ranks"
-    if before["world"].rank == 0:
-        print(f"{page}: {1 + len(others)} blocks")
+    if names["world"].rank == 0:
+        print(f"{page}: {len(blocks)} blocks")
 hpcfsdp.finalize()
 """
 
@@ -281,7 +276,7 @@ PAGES_OF_SHARDING = (
     ids=["two ranks", "four ranks"],
 )
 def test_pages_about_sharding(start, tmp_path, ranks, names):
-    """The first block of a page runs, then each of the others with its variables."""
+    """The blocks of a page run one after the other, as one program."""
     pages = {page: numbered(page) for page in names}
     (tmp_path / "pages.json").write_text(json.dumps(pages))
     (tmp_path / "runner.py").write_text(RUNNER)
@@ -293,6 +288,19 @@ def test_pages_about_sharding(start, tmp_path, ranks, names):
 
 def there(name):
     return (ROOT / "hpcfsdp" / name).exists() or (ROOT / name).exists()
+
+
+def test_the_table_of_meshes_is_what_the_program_on_the_page_computes():
+    page = "docs/how-to/mesh.md"
+    names = {}
+    (code,) = [code for code in blocks(page, "python") if "def costs" in code]
+    exec(code, names)
+    rows = re.findall(r"^\| (\d+) x \d+ x (\d+) \| (.*) \|$", (ROOT / page).read_text(), re.MULTILINE)
+    assert len(rows) == 7
+    for replicate, tensor, row in rows:
+        state, units, activations, sequences, *sent = map(float, row.split(" | "))
+        assert names["costs"](int(replicate), int(tensor)) == [state, units, activations, *sent]
+        assert sequences == int(tensor)
 
 
 @pytest.mark.parametrize("page", ["docs/developers/architecture.md", "docs/developers/glossary.md"])
@@ -347,9 +355,11 @@ def test_the_page_on_configuration_names_every_variable_of_the_library():
         assert variable == "HPCFSDP_" or f"`{variable}`" in text
 
 
+@functools.cache
 def anchors(path):
     """Names by which links reach the headings of a page."""
-    headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE)
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -368,3 +378,23 @@ def test_links_of_a_page_lead_somewhere(page):
         path = (ROOT / page).parent / target if target else ROOT / page
         assert path.exists(), target
         assert not anchor or path.suffix != ".md" or anchor in anchors(path), f"{target}#{anchor}"
+
+
+def test_every_page_of_the_site_is_in_its_table_of_contents():
+    listed = re.findall(r"^([a-z-]+/[a-z-]+)$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
+    assert sorted(f"docs/{name}.md" for name in listed) == [page for page in PAGES if page.count("/") == 2]
+
+
+def test_names_of_the_library_that_pages_mention_exist():
+    for page in PAGES:
+        for name in re.findall(r"`(hpcfsdp(?:\.\w+)+)(?:\(|`)", (ROOT / page).read_text()):
+            if not name.endswith((".py", ".h5")) and ".integrations." not in name:  # which need other libraries
+                resolve(name)
+
+
+def test_the_page_on_doctor_lists_every_area():
+    code = "".join(path.read_text() for path in sorted((ROOT / "hpcfsdp/doctor").glob("*.py")))
+    areas = set(re.findall(r'\b(?:ok|note|warning|problem)\)?\(\s*"(\w+)"', code))
+    assert len(areas) > 10
+    table = "".join(re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs/how-to/doctor.md").read_text(), re.MULTILINE))
+    assert areas <= set(re.findall(r"`(\w+)`", table))
