@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from hpcfsdp.errors import LaunchError
 
@@ -15,10 +16,68 @@ _PROGRESS_THREAD = "HPCFSDP_PROGRESS_THREAD"
 _OF_THE_LIBRARY = (_WAIT_LOG_S, _HANG_S, _REGISTERED_MEMORY, _PROGRESS_THREAD)
 """Variables with the prefix that are not part of a command's configuration."""
 
+
+class Scheduler(NamedTuple):
+    """The variables that a scheduler, or its launcher, sets in the processes of a job. Empty where it has none.
+
+    Attributes:
+        jobs: each may hold the number of the job; the first that is set counts.
+        index: the place of the job in an array, where `jobs` do not tell jobs of an array apart.
+        restarts: how often the job was requeued.
+        end: when the job ends, in seconds since the epoch.
+        size, rank: the number of processes that its launcher has started, and the rank of this one.
+    """
+
+    name: str
+    jobs: tuple[str, ...]
+    index: str = ""
+    restarts: str = ""
+    end: str = ""
+    size: str = ""
+    rank: str = ""
+
+
+SCHEDULERS = (
+    Scheduler(
+        "SLURM",
+        ("SLURM_JOB_ID",),
+        restarts="SLURM_RESTART_COUNT",
+        end="SLURM_JOB_END_TIME",
+        size="SLURM_STEP_NUM_TASKS",
+        rank="SLURM_PROCID",
+    ),
+    Scheduler("PBS", ("PBS_JOBID",)),  # the number of a job of an array has its index in it
+    Scheduler("LSF", ("LSB_JOBID",), index="LSB_JOBINDEX", size="JSM_NAMESPACE_SIZE", rank="JSM_NAMESPACE_RANK"),
+    # A script of flux batch knows the enclosing job alone.
+    Scheduler("Flux", ("FLUX_JOB_ID", "FLUX_ENCLOSING_ID"), size="FLUX_JOB_SIZE", rank="FLUX_TASK_RANK"),
+    Scheduler("PALS", ("PALS_APID",), rank="PALS_RANKID"),  # the launcher of Cray systems, within PBS
+)
+"""The outermost first: Flux may run within a job of another scheduler. launch/scheduler.py asks them for the end."""
+
+
+class SchedulerJob(NamedTuple):
+    """A job as a scheduler's variables describe it. Empty, or None, where they do not.
+
+    Attributes:
+        number: the scheduler's name of the job, also among the jobs of an array.
+        restarts: how often it was requeued.
+        end_s: when it ends, in seconds since the epoch.
+        scheduler: the `name` in ``SCHEDULERS``.
+    """
+
+    number: str = ""
+    restarts: str = ""
+    end_s: float | None = None
+    scheduler: str = ""
+
+
 # Launchers' variables for the number of processes, the most specific first. SLURM's variable is last: processes that an
 # mpirun inside of an allocation started inherit it.
-_LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-_LAUNCHER_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", *(each.size for each in reversed(SCHEDULERS) if each.size))
+_LAUNCHER_RANKS = (
+    *("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"),
+    *(each.rank for each in reversed(SCHEDULERS) if each.rank),
+)
 # Variables for Open MPI, from its own mpirun, or from srun through PMIx or PMI2.
 _OPEN_MPI_MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
 # Variables for MPI, NCCL and threads that are often wrong or forgotten.
@@ -213,27 +272,26 @@ def host_name() -> str:
     return socket.gethostname().split(".")[0]
 
 
-def job_of(variable: str) -> str:
-    """The job that a scheduler's variable names, "" where it is unset."""
-    return os.environ.get(variable, "")
+def scheduler_jobs() -> list[SchedulerJob]:
+    """Return the jobs that this process is in, the outermost first."""
+    found = []
+    for scheduler in SCHEDULERS:
+        number = next((os.environ[name] for name in scheduler.jobs if os.environ.get(name)), "")
+        if number:
+            index, end = os.environ.get(scheduler.index, ""), os.environ.get(scheduler.end, "")
+            number += f"[{index}]" if index not in ("", "0") else ""
+            restarts = os.environ.get(scheduler.restarts, "0") if scheduler.restarts else ""
+            end_s = float(end) if end.isdecimal() and int(end) else None
+            found.append(SchedulerJob(number, restarts, end_s, scheduler.name))
+    return found
 
 
-def slurm_job_end() -> float | None:
-    """When SLURM ends this job, in seconds since the epoch; None outside of SLURM, or where it does not say."""
-    given = os.environ.get("SLURM_JOB_END_TIME", "")
-    return float(given) if given.isdecimal() and int(given) else None
-
-
-def scheduler_job() -> tuple[str, str]:
-    """The scheduler's name of this job, and how often it was requeued; empty without a scheduler."""
-    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
-        if os.environ.get(name):
-            restarts = os.environ.get("SLURM_RESTART_COUNT", "0") if name == "SLURM_JOB_ID" else ""
-            return os.environ[name], restarts
-    return "", ""
+def scheduler_job() -> SchedulerJob:
+    """Return the outermost job that this process is in; one without a number where there is none."""
+    return next(iter(scheduler_jobs()), SchedulerJob())
 
 
 def restarts() -> dict[str, int]:
-    """``{"restart": n}``, for records: how often the scheduler has requeued the job. Empty where it does not count."""
-    count = scheduler_job()[1]
+    """Return ``{"restart": n}``, for records: how often the job was requeued. Return {} where that is not counted."""
+    count = scheduler_job().restarts
     return {"restart": int(count)} if count.isdecimal() else {}

@@ -159,7 +159,7 @@ def preemption(*, before_end_s: float | None = None) -> Preemption:
                     hpcfsdp.exit_requeue()
 
     USR1, USR2 and TERM, sent to any rank at any time, also in a save, end no rank from here on: they make
-    ``stop.requested`` true. So does the end of the job, where SLURM, PBS or Flux has one. Enter it before
+    ``stop.requested`` true. So does the end of the job, where SLURM, PBS, LSF or Flux has one. Enter it before
     ``hpcfsdp.init()``, in the main thread of every rank: a signal may arrive while the program starts.
 
     Args:

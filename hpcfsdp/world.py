@@ -258,7 +258,7 @@ def _name_run(run_dir: str | Path | None) -> tuple[str, Path]:
 def _watch_for_hangs(job: Job, node: MPI.Intracomm, name: str, folder: Path) -> None:
     """Collective over `node`, the ranks of this node. Have a thread answer if the job hangs."""
     from hpcfsdp import _compat  # loads torch, after MPI
-    from hpcfsdp.comm.mpi.window import share
+    from hpcfsdp.comm.mpi.node_memory import share
 
     try:
         memory = share(node, events.NBYTES * node.size)
@@ -273,10 +273,10 @@ def _watch_for_hangs(job: Job, node: MPI.Intracomm, name: str, folder: Path) -> 
 
 def _name_of_job() -> str:
     """Names the job in files: the scheduler's number, or host and process id of the calling rank."""
-    number, restart = env.scheduler_job()
-    if not number:
+    job = env.scheduler_job()
+    if not job.number:
         return f"{env.host_name()}-{os.getpid()}"
-    return re.sub(r"[^\w.]", "_", number) + (f"-{restart}" if restart not in ("", "0") else "")
+    return re.sub(r"[^\w.]", "_", job.number) + (f"-{job.restarts}" if job.restarts not in ("", "0") else "")
 
 
 def _agree(settings: _Settings) -> tuple[Topology, torch.device]:

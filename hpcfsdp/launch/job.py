@@ -96,8 +96,8 @@ def check_step() -> None:
     idle = env.idle_tasks()
     if idle:
         raise LaunchError(
-            f"this process is in the allocation of SLURM's job {env.scheduler_job()[0]}, which has {1 + idle} tasks, "
-            "but not in a step of it: it would train alone. Start it with srun (srun hpcfsdp train ...); one "
+            f"this process is in the allocation of SLURM's job {env.scheduler_job().number}, which has {1 + idle} "
+            "tasks, but not in a step of it: it would train alone. Start it with srun (srun hpcfsdp train ...); one "
             "process alone: srun -n 1"
         )
 

@@ -53,10 +53,10 @@ class Holder:
     @classmethod
     def here(cls) -> Holder:
         """This process."""
-        job, restart = env.scheduler_job()
+        job = env.scheduler_job()
         since = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         pid = os.getpid()
-        return cls(env.host_name(), pid, system(), started(pid), job, restart, since, secrets.token_hex(8))
+        return cls(env.host_name(), pid, system(), started(pid), job.number, job.restarts, since, secrets.token_hex(8))
 
     def is_alive(self, observer: Holder) -> bool | None:
         """Whether this process runs. None if `observer`, the current process, cannot see that."""

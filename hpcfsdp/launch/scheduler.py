@@ -1,4 +1,4 @@
-"""The end of this job, as its scheduler knows it."""
+"""The end of this job, as its scheduler knows it. ``env.SCHEDULERS`` has the variables of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 
 from hpcfsdp import env
 
@@ -17,19 +16,15 @@ ANSWER_S = 10.0
 
 
 def job_end() -> float | None:
-    """When the scheduler ends this job, in seconds since the epoch; None without a scheduler, limit or answer.
+    """Return when the scheduler ends this job, in seconds since the epoch; None without a scheduler, limit or answer.
 
-    SLURM's own variable says it (``SLURM_JOB_END_TIME``). Older versions, PBS and Flux are asked by their commands,
-    which containers may lack.
+    A variable may say it. Otherwise the scheduler's command is asked, which containers may lack.
     """
-    known_s = env.slurm_job_end()
-    if known_s is not None:
-        return known_s
-    for name, ask in _QUESTIONS.items():
-        job = env.job_of(name)
-        if job:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError):
-                return ask(job)
+    for job in env.scheduler_jobs():
+        if job.end_s is not None:
+            return job.end_s
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError):
+            return _QUESTIONS[job.scheduler](job.number)
     return None
 
 
@@ -43,18 +38,19 @@ def _pbs(job: str) -> float:
     return _local_time(found["stime"], "%a %b %d %H:%M:%S %Y") + 3600 * hours + 60 * minutes + seconds
 
 
-def _flux(job: str) -> float | None:
-    del job  # the one around this process
-    left_s = float(_answer("flux", "job", "timeleft"))
+def _lsf(job: str) -> float | None:
+    left, kind = _answer("bjobs", "-noheader", "-o", "time_left", job).split()  # hours:minutes, and L for a limit
+    hours, minutes = map(int, left.split(":"))
+    return time.time() + 3600 * hours + 60 * minutes if kind == "L" else None
+
+
+def _flux(_: str) -> float | None:
+    left_s = float(_answer("flux", "job", "timeleft"))  # of the job around this process
     return time.time() + left_s if left_s < float("inf") else None
 
 
-_QUESTIONS: dict[str, Callable[[str], float | None]] = {
-    "SLURM_JOB_ID": _slurm,
-    "PBS_JOBID": _pbs,
-    "FLUX_JOB_ID": _flux,
-}
-"""The scheduler's variable with the job, and how to ask for its end."""
+_QUESTIONS = {"SLURM": _slurm, "PBS": _pbs, "LSF": _lsf, "Flux": _flux}
+"""How to ask for the end of a job. PALS does not know it: it is a launcher within PBS."""
 
 
 def _local_time(text: str, form: str) -> float:

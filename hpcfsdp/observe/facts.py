@@ -96,7 +96,7 @@ def start_facts(comm: Communicator, facts: Facts, device: torch.device, resumed_
         "topology": str(world.topology) if world is not None else "",
         "command": list(sys.argv),
         "versions": {name: version for name, version in versions().items() if version},
-        "job": env.scheduler_job()[0],
+        "job": env.scheduler_job().number,
         "parameters": facts.elements,
         "flops_per_token": facts.flops_per_token,
         "peak_flops": facts.peak_flops / comm.size,

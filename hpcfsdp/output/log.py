@@ -79,9 +79,10 @@ def set_up(rank: int, size: int, host: str, directory: Path | None = None) -> No
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         _add(_FileHandler(directory / f"rank-{rank:04d}.jsonl"), _JsonFormatter(rank, host))
-    job, count = env.scheduler_job()
-    if job:
-        LOGGER.getChild("job").info("job %s%s", job, f", restart {count}" if count.isdecimal() else "")
+    job = env.scheduler_job()
+    if job.number:
+        count = f", restart {job.restarts}" if job.restarts.isdecimal() else ""
+        LOGGER.getChild("job").info("job %s%s", job.number, count)
 
 
 def close() -> None:

@@ -32,7 +32,7 @@ def test_every_dtype_is_reduced(comm, op):
             mine = given[comm.rank].clone()
             comm.all_reduce(mine, op)
             assert same(mine, reduced(op, given)), (dtype, numel)
-    assert comm._staging.window is not None
+    assert comm._staging.memory is not None
 
 
 def test_narrow_values_are_rounded_once_and_equal_on_all_ranks(comm):
@@ -60,13 +60,13 @@ def test_several_at_a_time_take_turns_and_do_not_hold_up_messages(comm):
 def test_results_are_right_under_delays(comm, world, monkeypatch):
     chance = random.Random(world.rank)
     for name in ("arrive", "done"):
-        original = getattr(staged.Window, name)
+        original = getattr(staged.NodeMemory, name)
 
         def late(self, *arguments, original=original):
             time.sleep(chance.choice((0, 0, 0.002)))
             original(self, *arguments)
 
-        monkeypatch.setattr(staged.Window, name, late)
+        monkeypatch.setattr(staged.NodeMemory, name, late)
     for turn in range(6):
         given = [numbers(rank, 150, torch.float32, seed=turn) for rank in range(comm.size)]
         mine = given[comm.rank].clone()
@@ -86,7 +86,7 @@ def test_messages_are_used_where_a_rank_cannot_map_the_memory(comm, world, monke
         mine = torch.full((100,), float(comm.rank + 1))
         comm.all_reduce(mine, "sum")
         assert (mine == sum(range(1, comm.size + 1))).all()
-        assert comm._staging.window is None
+        assert comm._staging.memory is None
 
 
 def test_different_calls_are_named_and_the_memory_can_be_used_again(comm):

@@ -18,21 +18,20 @@ from mpi4py import MPI
 from hpcfsdp import _compat
 from hpcfsdp.comm.communicator import Communicator, check_list, check_peer, check_same_numel, describe
 from hpcfsdp.comm.mpi import exchange, shared, staged
-from hpcfsdp.comm.mpi.matching import MessageMatcher
-from hpcfsdp.comm.mpi.messages import Call, Requests
+from hpcfsdp.comm.mpi.matching import MessageMatcher, Mismatches
+from hpcfsdp.comm.mpi.messages import MpiCall, Requests
+from hpcfsdp.comm.mpi.node_memory import NodeMemory, memory_at, memory_bytes, share
 from hpcfsdp.comm.mpi.shared import NodeView
-from hpcfsdp.comm.mpi.window import Window, share, window_at, window_bytes
 from hpcfsdp.comm.progress import Running, Steps, complete, run
 from hpcfsdp.comm.reduce import OptionalTensors, ReduceOp, Reduction, Tensors
 from hpcfsdp.errors import CommunicationError, CrossedCallsError, DifferentCallsError
 from hpcfsdp.hang import calls, departure
-from hpcfsdp.hang.failures import Failures
 from hpcfsdp.hang.waits import key_of
 from hpcfsdp.launch.topology import Topology
 
 _TAGS = 1 << 13
-"""Tags of collectives, which take turns. Higher tags are those of failures, ``subgroup``, ``send`` and ``recv``."""
-_TAG_FAILED = _TAGS
+"""Tags of collectives, which take turns. Higher tags are those of mismatches, ``subgroup``, ``send`` and ``recv``."""
+_TAG_MISMATCH = _TAGS
 _TAG_SUBGROUP = _TAGS + 1
 _TAG_USER = _TAGS + 2
 _BARRIER = "barrier: "
@@ -77,16 +76,16 @@ class MpiCommunicator(Communicator):
                 f"a topology of {self.topology.size} ranks ({self.topology}) was given for {self.size} ranks"
             )
         self._matcher = MessageMatcher(comm)
-        self._failures = Failures(comm, _TAG_FAILED)
+        self._mismatches = Mismatches(comm, _TAG_MISMATCH)
         self._calls = 0
         self._labels: list[str | None] = [None] * _STORED_LABELS  # of the last calls
         self.world_ranks = _world_ranks(comm)
         self.key = key_of(self, self.world_ranks)
         self._closed = False
         self._node: MPI.Intracomm | None = None
-        self._windows: dict[int, Window] = {}  # by address
-        self._staging = staged.Staging()
-        self._barrier_window: Window | None = None  # for labelled_barrier
+        self._allocated: dict[int, NodeMemory] = {}  # by address
+        self._staging = staged.StagingMemory()
+        self._barrier_memory: NodeMemory | None = None  # for labelled_barrier
 
     @property
     def calls(self) -> int:
@@ -116,65 +115,65 @@ class MpiCommunicator(Communicator):
         self._run(label, False, exchange.barrier)
         if self._node is None:
             self._node = self.comm.Split(self.topology.node_rank(self.rank), self.rank)
-        window, problem = None, None
+        memory, problem = None, None
         try:
             ranks = self.topology.node_of(self.rank)
-            memory = share(self._node, window_bytes(len(ranks), numel * dtype.itemsize, gathered=gathered))
-            window = Window(memory, self._node.rank, ranks, numel, dtype, gathered=gathered)
+            shared_bytes = share(self._node, memory_bytes(len(ranks), numel * dtype.itemsize, gathered=gathered))
+            memory = NodeMemory(shared_bytes, self._node.rank, ranks, numel, dtype, gathered=gathered)
         except Exception as error:  # of any kind: the others must learn of it
             problem = str(error)
         problems = [other for other in self.comm.allgather(problem) if other]
-        if window is None or problems:
+        if memory is None or problems:
             raise CommunicationError(f"{label}: {problems[0]}")
         if numel:
-            self._windows[window.address] = window
-        return window.mine
+            self._allocated[memory.address] = memory
+        return memory.mine
 
     def free(self, tensor: torch.Tensor) -> None:
         if not tensor.numel() or self._closed:  # close() has freed all memory
             return
-        window = self._windows.get(tensor.untyped_storage().data_ptr())
-        if window is None or window.mine.data_ptr() != tensor.data_ptr() or window.mine.numel() != tensor.numel():
+        memory = self._allocated.get(tensor.untyped_storage().data_ptr())
+        if memory is None or memory.mine.data_ptr() != tensor.data_ptr() or memory.mine.numel() != tensor.numel():
             raise CommunicationError(
                 f"free on rank {self.rank}: this tensor of {describe(tensor)} is not a whole tensor from this "
                 "communicator's alloc, or was freed before"
             )
-        del self._windows[window.address]
+        del self._allocated[memory.address]
 
     # Collectives on tensors
 
     def _all_gather_into_tensor(
         self, label: str, output: torch.Tensor, shard: torch.Tensor, async_op: bool
     ) -> Running | None:
-        window = self._window_of(output, gathered=True)
-        if window is None:
+        memory = self._memory_of(output, gathered=True)
+        if memory is None:
             self._check(label, written=[output])
             whole = output.view(self.size, output.numel() // self.size)
             return self._run(label, async_op, exchange.all_gather_into, whole, shard.view(-1), self.topology)
-        if output.numel() != window.mine.numel():
+        if output.numel() != memory.mine.numel():
             raise CommunicationError(
-                f"{label} on rank {self.rank}: gathered memory of {window.mine.numel()} elements can only be gathered "
+                f"{label} on rank {self.rank}: gathered memory of {memory.mine.numel()} elements can only be gathered "
                 f"as a whole, not {output.numel()} of them"
             )
-        return self._run(label, async_op, shared.all_gather, self._view(window), output.view(-1), shard)
+        return self._run(label, async_op, shared.all_gather, self._view(memory), output.view(-1), shard)
 
     def _reduce_scatter_tensor(
         self, label: str, output: torch.Tensor, full: torch.Tensor, reduction: Reduction, async_op: bool
     ) -> Running | None:
-        pieces, window, flat = _segments(full, self.size), self._window_of(full), output.view(-1)
-        if window is None:
+        pieces, memory, flat = _segments(full, self.size), self._memory_of(full), output.view(-1)
+        if memory is None:
             return self._run(label, async_op, exchange.reduce_scatter, pieces, flat, reduction)
-        label += _at(full, window)
-        return self._run(label, async_op, shared.reduce_scatter, self._view(window), pieces, flat, reduction)
+        label += _at(full, memory)
+        return self._run(label, async_op, shared.reduce_scatter, self._view(memory), pieces, flat, reduction)
 
     def _all_reduce(self, label: str, tensor: torch.Tensor, reduction: Reduction, async_op: bool) -> Running | None:
-        flat, window = tensor.view(-1), self._window_of(tensor)
-        if window is None:
+        flat, memory = tensor.view(-1), self._memory_of(tensor)
+        if memory is None:
             if self.shares_gathered and staged.pays(tensor):
                 return self._run(label, async_op, staged.all_reduce, self._staging, flat, reduction)
             return self._run(label, async_op, exchange.all_reduce, flat, reduction, self.topology)
-        pieces, label = flat.tensor_split(self.size), label + _at(tensor, window)
-        return self._run(label, async_op, shared.all_reduce, self._view(window), pieces, reduction)
+        pieces, label = flat.tensor_split(self.size), label + _at(tensor, memory)
+        return self._run(label, async_op, shared.all_reduce, self._view(memory), pieces, reduction)
 
     @_compat.outside_of_modes
     def all_reduce_sparse(self, tensor: torch.Tensor, op: ReduceOp, *, async_op: bool = False) -> Running | None:
@@ -228,10 +227,10 @@ class MpiCommunicator(Communicator):
             call = self._call(label)
             self._start(exchange.barrier(call), label, number=call.envelope.sequence)
             return
-        if self._barrier_window is None:
-            self._barrier_window = self._window_of(self.alloc(self.size, torch.uint8, gathered=True), gathered=True)
+        if self._barrier_memory is None:
+            self._barrier_memory = self._memory_of(self.alloc(self.size, torch.uint8, gathered=True), gathered=True)
         self._count(label)
-        self._start(shared.labelled_barrier(self._barrier_window, label), label, number=self._calls)
+        self._start(shared.labelled_barrier(self._barrier_memory, label), label, number=self._calls)
 
     # Messages between two ranks
 
@@ -288,7 +287,7 @@ class MpiCommunicator(Communicator):
     def _subgroup(self, ranks: list[int]) -> MpiCommunicator:
         self._check_open("subgroup")
         label = f"subgroup of ranks {ranks}"
-        call = Call(self._matcher, self._failures, label, _TAG_SUBGROUP)
+        call = MpiCall(self._matcher, self._mismatches, label, _TAG_SUBGROUP)
         self._start(exchange.wait_for(call, ranks), label)
         comm, topology = create_group(self.comm, ranks), self.topology.restrict(ranks)
         return MpiCommunicator(comm, topology, timeout_s=self.timeout_s, compare_calls=self.compare_calls)
@@ -309,8 +308,8 @@ class MpiCommunicator(Communicator):
     def abandon(self) -> None:
         """Not collective. Refuse further calls, and leave collectives in progress incomplete."""
         self._closed = True
-        self._windows.clear()
-        self._staging.window = None
+        self._allocated.clear()
+        self._staging.memory = None
 
     def departed(self) -> set[int]:
         """Not collective. The ranks that are known to have left the program."""
@@ -329,12 +328,12 @@ class MpiCommunicator(Communicator):
             steps = _after_comparison(self._uncounted_call(*texts), steps)
         return self._start(steps, label, async_op, call.envelope.sequence)
 
-    def _call(self, label: str) -> Call:
+    def _call(self, label: str) -> MpiCall:
         self._count(label)
         return self._uncounted_call(label, calls.within(label))
 
-    def _uncounted_call(self, label: str, within: str) -> Call:
-        return Call(self._matcher, self._failures, label, self._calls % _TAGS, self._calls, within=within)
+    def _uncounted_call(self, label: str, within: str) -> MpiCall:
+        return MpiCall(self._matcher, self._mismatches, label, self._calls % _TAGS, self._calls, within=within)
 
     def _count(self, label: str) -> None:
         self._calls += 1
@@ -346,9 +345,9 @@ class MpiCommunicator(Communicator):
             return ""
         return self._labels[number % _STORED_LABELS] if number > self._calls - _STORED_LABELS else None
 
-    def _message(self, label: str, tag: int, tensor: torch.Tensor) -> Call:
+    def _message(self, label: str, tag: int, tensor: torch.Tensor) -> MpiCall:
         """The call of a message between two ranks."""
-        return Call(self._matcher, self._failures, label, self._user_tag(label, tag), expected=str(tensor.dtype))
+        return MpiCall(self._matcher, self._mismatches, label, self._user_tag(label, tag), expected=str(tensor.dtype))
 
     def _user_tag(self, label: str, tag: int) -> int:
         limit = self.comm.Get_attr(MPI.TAG_UB) - _TAG_USER
@@ -356,30 +355,30 @@ class MpiCommunicator(Communicator):
             raise CommunicationError(f"{label} on rank {self.rank}: tag {tag} is not in 0 to {limit}")
         return _TAG_USER + tag
 
-    def _window_of(self, tensor: torch.Tensor, *, gathered: bool = False) -> Window | None:
-        """The window that holds `tensor`; None for other memory, and for a window of the other kind or dtype."""
-        if not self._windows or not tensor.numel():
+    def _memory_of(self, tensor: torch.Tensor, *, gathered: bool = False) -> NodeMemory | None:
+        """Return the ``NodeMemory`` that holds `tensor`, None unless one of this kind and dtype does."""
+        if not self._allocated or not tensor.numel():
             return None
-        window = self._windows.get(tensor.untyped_storage().data_ptr())
-        if window is None or window.gathered != gathered or window.mine.dtype != tensor.dtype:
+        memory = self._allocated.get(tensor.untyped_storage().data_ptr())
+        if memory is None or memory.gathered != gathered or memory.mine.dtype != tensor.dtype:
             return None
-        begin = tensor.storage_offset() - window.mine.storage_offset()
-        if begin < 0 or begin + tensor.numel() > window.mine.numel():  # neighbours read the same range of their regions
+        begin = tensor.storage_offset() - memory.mine.storage_offset()
+        if begin < 0 or begin + tensor.numel() > memory.mine.numel():  # neighbours read the same range of their regions
             raise CommunicationError(
-                f"a tensor of {describe(tensor)} on rank {self.rank} reaches out of the {window.mine.numel()} "
+                f"a tensor of {describe(tensor)} on rank {self.rank} reaches out of the {memory.mine.numel()} "
                 "elements that alloc gave this rank"
             )
-        return window
+        return memory
 
-    def _view(self, window: Window) -> NodeView:
-        return NodeView(window, self.topology, self.rank)
+    def _view(self, memory: NodeMemory) -> NodeView:
+        return NodeView(memory, self.topology, self.rank)
 
     def _check(self, label: str, *tensors: torch.Tensor, written: Tensors = ()) -> None:
         self._check_open(label)
         super()._check(label, *tensors, written=written)
         for tensor in written:
-            window = window_at(tensor)
-            if window is not None and window.gathered and len(window.regions) > 1:
+            memory = memory_at(tensor)
+            if memory is not None and memory.gathered and len(memory.regions) > 1:
                 raise CommunicationError(
                     f"{label} on rank {self.rank}: the output is gathered memory, of which the ranks of a node hold "
                     "one copy: only all_gather_into_tensor may write there, with the communicator and dtype of its "
@@ -399,7 +398,7 @@ class MpiCommunicator(Communicator):
             )
 
 
-def _after_comparison(call: Call, steps: Steps) -> Steps:
+def _after_comparison(call: MpiCall, steps: Steps) -> Steps:
     """The steps, after all ranks have compared their calls."""
     yield from exchange.wait_for(call, range(call.size))
     yield from steps
@@ -424,9 +423,9 @@ def _segments(full: torch.Tensor, size: int) -> list[torch.Tensor]:
     return [flat[numel * place : numel * (place + 1)] for place in range(size)]
 
 
-def _at(tensor: torch.Tensor, window: Window) -> str:
-    """The place in a window: neighbours read the same range of their regions."""
-    return f" at {tensor.storage_offset() - window.mine.storage_offset()} of shared memory"
+def _at(tensor: torch.Tensor, memory: NodeMemory) -> str:
+    """Describe the place in a ``NodeMemory``: neighbours read the same range of their regions."""
+    return f" at {tensor.storage_offset() - memory.mine.storage_offset()} of shared memory"
 
 
 def _pickled(value: Any) -> torch.Tensor:

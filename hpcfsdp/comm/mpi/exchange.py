@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from hpcfsdp.comm.mpi.messages import Call, Requests
+from hpcfsdp.comm.mpi.messages import MpiCall, Requests
 from hpcfsdp.comm.progress import Condition, Sent, Steps
 from hpcfsdp.comm.reduce import OptionalTensors, Reduction, Tensors, divide_, reduce_into
 from hpcfsdp.errors import CommunicationError
@@ -31,7 +31,7 @@ _CHUNK_BYTES = 1 << 20
 """Messages of a large reduction: what arrives is still in the cache when it is added."""
 
 
-def all_to_all(call: Call, outputs: OptionalTensors, inputs: OptionalTensors) -> Steps:
+def all_to_all(call: MpiCall, outputs: OptionalTensors, inputs: OptionalTensors) -> Steps:
     """`outputs[i]` becomes ``inputs[rank]`` of rank i. None: the pair of ranks exchanges nothing this way."""
     requests = Requests(call)
     for peer in _others(call):
@@ -45,7 +45,7 @@ def all_to_all(call: Call, outputs: OptionalTensors, inputs: OptionalTensors) ->
     yield requests
 
 
-def send(call: Call, tensor: torch.Tensor, dst: int) -> Steps:
+def send(call: MpiCall, tensor: torch.Tensor, dst: int) -> Steps:
     requests = Requests(call)
     requests.send(tensor, dst)
     yield requests
@@ -59,7 +59,7 @@ def recv(requests: Requests) -> Steps:
         requests.cancel()  # the caller may keep it; messages that arrive later are for the next receive
 
 
-def broadcast(call: Call, tensor: torch.Tensor, src: int) -> Steps:
+def broadcast(call: MpiCall, tensor: torch.Tensor, src: int) -> Steps:
     """`src` first sends an empty message to each rank. The bytes pass down a tree, in parts."""
     flat, place = tensor.view(-1), (call.rank - src) % call.size
     nothing, source_is_here, sends = torch.empty(0), Requests(call), Requests(call)
@@ -85,7 +85,7 @@ def broadcast(call: Call, tensor: torch.Tensor, src: int) -> Steps:
     yield sends
 
 
-def barrier(call: Call) -> Steps:
+def barrier(call: MpiCall) -> Steps:
     """Wait for all ranks."""
     if call.size <= _MOST_PAIRS:
         yield from wait_for(call, range(call.size))
@@ -93,7 +93,7 @@ def barrier(call: Call) -> Steps:
         yield from _gather_in_rounds(call, torch.empty(call.size, 0))
 
 
-def wait_for(call: Call, ranks: Sequence[int]) -> Steps:
+def wait_for(call: MpiCall, ranks: Sequence[int]) -> Steps:
     """Wait for all of `ranks`. Errors name the ranks that are missing, and those that make another call."""
     nothing, requests = torch.empty(0), Requests(call)
     for peer in ranks:
@@ -103,7 +103,7 @@ def wait_for(call: Call, ranks: Sequence[int]) -> Steps:
     yield requests
 
 
-def reduce_scatter(call: Call, pieces: Tensors, output: torch.Tensor, reduction: Reduction) -> Steps:
+def reduce_scatter(call: MpiCall, pieces: Tensors, output: torch.Tensor, reduction: Reduction) -> Steps:
     """`output` becomes this rank's piece reduced over all ranks."""
     largest = max(piece.numel() for piece in pieces)  # they may be unequal
     if not _takes_rounds(call, largest * output.element_size()):
@@ -118,11 +118,11 @@ def reduce_scatter(call: Call, pieces: Tensors, output: torch.Tensor, reduction:
     output.copy_(total)
 
 
-def _takes_rounds(call: Call, piece_bytes: int) -> bool:
+def _takes_rounds(call: MpiCall, piece_bytes: int) -> bool:
     return call.size > _MOST_PAIRS and piece_bytes <= _ROUND_BYTES
 
 
-def _gather_in_rounds(call: Call, rows: torch.Tensor) -> Steps:
+def _gather_in_rounds(call: MpiCall, rows: torch.Tensor) -> Steps:
     """All of `rows`, one for each rank, become those of their ranks. A round doubles what each rank has."""
     for known, count in _rounds(call.size):
         requests, source = Requests(call), (call.rank + known) % call.size
@@ -133,7 +133,7 @@ def _gather_in_rounds(call: Call, rows: torch.Tensor) -> Steps:
         yield requests
 
 
-def _reduce_in_rounds(call: Call, rows: torch.Tensor, reduction: Reduction) -> Steps:
+def _reduce_in_rounds(call: MpiCall, rows: torch.Tensor, reduction: Reduction) -> Steps:
     """``rows[rank]`` becomes its reduction over all ranks; the other rows, in between, hold parts of their reductions.
 
     The rounds of ``_gather_in_rounds`` backwards: what would be received is sent, and what arrives is added.
@@ -164,7 +164,7 @@ def _runs(begin: int, count: int, size: int) -> list[slice]:
     return [slice(begin, end)] if end <= size else [slice(begin, size), slice(end - size)]
 
 
-def _reduce_in_pairs(call: Call, pieces: Tensors, output: torch.Tensor, reduction: Reduction) -> Steps:
+def _reduce_in_pairs(call: MpiCall, pieces: Tensors, output: torch.Tensor, reduction: Reduction) -> Steps:
     """``reduce_scatter`` where each rank sends to all others.
 
     A rank offers all of its pieces at once, in chunks, and takes those of the others one after the other: while one is
@@ -204,7 +204,7 @@ def _add(requests: Requests, begin: int, received: torch.Tensor, total: torch.Te
     reduce_into(part, [part, received], reduction.op, reduction.accumulate)
 
 
-def all_reduce(call: Call, tensor: torch.Tensor, reduction: Reduction, topology: Topology | None = None) -> Steps:
+def all_reduce(call: MpiCall, tensor: torch.Tensor, reduction: Reduction, topology: Topology | None = None) -> Steps:
     """`tensor` becomes its reduction over all ranks. With a `topology` nodes first reduce a large one."""
     if tensor.numel() * tensor.element_size() * call.size <= _SMALL_BYTES:
         values = tensor.new_empty(call.size, tensor.numel())
@@ -226,7 +226,7 @@ def all_reduce(call: Call, tensor: torch.Tensor, reduction: Reduction, topology:
         piece.copy_(row[: piece.numel()])
 
 
-def _all_reduce_by_nodes(call: Call, tensor: torch.Tensor, reduction: Reduction, topology: Topology) -> Steps:
+def _all_reduce_by_nodes(call: MpiCall, tensor: torch.Tensor, reduction: Reduction, topology: Topology) -> Steps:
     """As ``all_reduce``, with equally many ranks on each node. Between nodes travel sums of whole nodes."""
     place = topology.local_rank(call.rank)
     node = call.among(topology.node_of(call.rank))
@@ -240,7 +240,7 @@ def _all_reduce_by_nodes(call: Call, tensor: torch.Tensor, reduction: Reduction,
     yield from all_gather(node, pieces, pieces[place])
 
 
-def all_reduce_sparse(call: Call, tensor: torch.Tensor, reduction: Reduction) -> Steps:
+def all_reduce_sparse(call: MpiCall, tensor: torch.Tensor, reduction: Reduction) -> Steps:
     """`tensor`, sparse COO of the same shape on all ranks, becomes the sum or average over the ranks, coalesced."""
     mine = tensor.detach().coalesce()
     indices, values = mine.indices().contiguous(), mine.values().contiguous()
@@ -263,12 +263,12 @@ def all_reduce_sparse(call: Call, tensor: torch.Tensor, reduction: Reduction) ->
     tensor.copy_(total.to(tensor.dtype))
 
 
-def all_gather(call: Call, outputs: Tensors, tensor: torch.Tensor) -> Steps:
+def all_gather(call: MpiCall, outputs: Tensors, tensor: torch.Tensor) -> Steps:
     """`outputs[i]` becomes rank i's `tensor`."""
     yield (yield from _receive_all(call, outputs, tensor))
 
 
-def all_gather_into(call: Call, whole: torch.Tensor, tensor: torch.Tensor, topology: Topology) -> Steps:
+def all_gather_into(call: MpiCall, whole: torch.Tensor, tensor: torch.Tensor, topology: Topology) -> Steps:
     """``whole[i]`` becomes rank i's `tensor`. A large one goes to every other node once: a proxy there passes it on."""
     if _takes_rounds(call, tensor.numel() * tensor.element_size()):
         _copy(whole[call.rank], tensor)
@@ -277,7 +277,7 @@ def all_gather_into(call: Call, whole: torch.Tensor, tensor: torch.Tensor, topol
         yield Sent((yield from _receive_all(call, list(whole), tensor, topology)))
 
 
-def _all_gather_rows(call: Call, rows: torch.Tensor, tensor: torch.Tensor) -> Steps:
+def _all_gather_rows(call: MpiCall, rows: torch.Tensor, tensor: torch.Tensor) -> Steps:
     rows[call.rank].copy_(tensor)
     if call.size > _MOST_PAIRS:
         yield from _gather_in_rounds(call, rows)
@@ -286,7 +286,7 @@ def _all_gather_rows(call: Call, rows: torch.Tensor, tensor: torch.Tensor) -> St
 
 
 def _receive_all(
-    call: Call, outputs: Tensors, tensor: torch.Tensor, topology: Topology | None = None
+    call: MpiCall, outputs: Tensors, tensor: torch.Tensor, topology: Topology | None = None
 ) -> Generator[Condition, None, Requests]:
     """Gather all tensors. Returns sends that may be under way still."""
     topology = topology or _single_ranks(call.size)
@@ -327,7 +327,7 @@ class _Part:
 _single_ranks = functools.cache(functools.partial(Topology.regular, ranks_per_node=1))
 
 
-def _others(call: Call) -> Iterator[int]:
+def _others(call: MpiCall) -> Iterator[int]:
     """All other ranks. Each rank begins with another one."""
     for distance in range(1, call.size):
         yield (call.rank + distance) % call.size

@@ -16,14 +16,15 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 from mpi4py import MPI
 
-from hpcfsdp.comm.mpi.window import decode_label, fit_label
-from hpcfsdp.hang.failures import Failure
+from hpcfsdp.comm.mpi.node_memory import decode_label, fit_label
+from hpcfsdp.errors import CommunicationError, DifferentCallsError
 
 _NUMBERS = struct.Struct("<qqQ")  # the number of the call, the bytes of the tensor, a hash of what must be equal
 _LABEL_BYTES = 192
@@ -33,6 +34,8 @@ _INLINE_BYTES = 1 << 13
 _PART_BYTES = 1 << 26
 """Longer messages are sent in parts: a message of MPI has fewer than 2**31 elements, and this rank receives a part that
 fits nowhere into scratch memory of its size."""
+_KEPT = 16
+"""Mismatches that are stored: this rank may come to the call later than the rank that found it."""
 
 abandoned: list[Any] = []
 """Requests that a failed collective left pending, with their tensors: MPI may use these until the program ends."""
@@ -59,6 +62,38 @@ def _encode(label: str) -> bytes:
 @functools.lru_cache(1024)
 def _hash(compared: str) -> int:
     return xxhash.xxh3_64_intdigest(compared.encode())
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A message that does not fit the call of the rank that received it.
+
+    Attributes:
+        sequence: the number of the collective, the same on all ranks; 0 for none.
+        rank, peer: the rank that received the message, and the one that sent it.
+        mine, theirs: the calls of the two.
+        text: what is wrong, if their calls are the same.
+    """
+
+    sequence: int
+    rank: int
+    peer: int
+    mine: str
+    theirs: str
+    text: str = ""
+
+    def error(self, label: str, rank: int, call: str) -> CommunicationError:
+        """The error that `rank` raises.
+
+        Args:
+            label: the collective, for messages.
+            call: the call of `rank`, to be compared with `mine` and `theirs`.
+        """
+        if self.text:
+            where = "" if rank == self.rank else f"failed on rank {self.rank}: "
+            return CommunicationError(f"{label} on rank {rank}: {where}{self.text}")
+        other, theirs = (self.peer, self.theirs) if call == self.mine else (self.rank, self.mine)
+        return DifferentCallsError(f"rank {rank} calls {call}, but rank {other} calls {theirs}")
 
 
 class Envelope:
@@ -95,7 +130,7 @@ class Envelope:
         """The header of a tensor of `nbytes` bytes."""
         return _NUMBERS.pack(self.sequence, nbytes, self._hash) + self._encoded
 
-    def find_fault(self, header: bytes, nbytes: int, peer: int) -> Failure | None:
+    def find_mismatch(self, header: bytes, nbytes: int, peer: int) -> Mismatch | None:
         """Compare a header from `peer` with the one of this call for a tensor of `nbytes` bytes."""
         sequence, sent_nbytes, sent_hash = _NUMBERS.unpack_from(header)
         if (sequence, sent_nbytes, sent_hash) == (self.sequence, nbytes, self._hash):
@@ -106,11 +141,11 @@ class Envelope:
             text += "; sizes or dtypes differ between these ranks"
         elif self._expected is not None:
             text = f"rank {peer} sent {theirs} where {self._expected} was expected"
-        return Failure(self.sequence, self.rank, peer, self.sent_label, theirs, text)
+        return Mismatch(self.sequence, self.rank, peer, self.sent_label, theirs, text)
 
-    def foreign_message(self, nbytes: int, peer: int | None) -> Failure:
+    def foreign_message(self, nbytes: int, peer: int | None) -> Mismatch:
         text = f"rank {peer} sent {nbytes} bytes that belong to no expected message"
-        return Failure(self.sequence, self.rank, peer or 0, self.sent_label, self.sent_label, text)
+        return Mismatch(self.sequence, self.rank, peer or 0, self.sent_label, self.sent_label, text)
 
 
 class Receive:
@@ -118,17 +153,17 @@ class Receive:
 
     Attributes:
         source: the rank that sends. None where any may, until one has.
-        failure: what is wrong with the messages.
+        mismatch: what is wrong with the messages.
         is_matched: whether all messages of the tensor have been matched.
     """
 
-    __slots__ = ("_first", "_parts", "_requests", "_skipped", "_tensor", "_unmatched", "envelope", "failure")
+    __slots__ = ("_first", "_parts", "_requests", "_skipped", "_tensor", "_unmatched", "envelope", "mismatch")
     __slots__ += ("is_matched", "source")
 
     def __init__(self, envelope: Envelope, tensor: torch.Tensor, source: int | None) -> None:
         self.envelope = envelope
         self.source = source
-        self.failure: Failure | None = None
+        self.mismatch: Mismatch | None = None
         self.is_matched = False
         self._tensor = tensor
         self._first: bytearray | None = None  # the message that begins with the header
@@ -143,7 +178,7 @@ class Receive:
 
     def is_ready(self) -> bool:
         """Whether it can match the next message: the header says which one that is."""
-        return self._test() or (self._parts is not None and self.failure is None)
+        return self._test() or (self._parts is not None and self.mismatch is None)
 
     def match(self, message: MPI.Message, source: int, nbytes: int) -> None:
         """Receive the next message of the source, of `nbytes` bytes."""
@@ -157,16 +192,16 @@ class Receive:
         else:
             self._unmatched -= 1
             self.is_matched = not self._unmatched
-            buffer = next(self._parts, None) if self.failure is None else None
+            buffer = next(self._parts, None) if self.mismatch is None else None
             if buffer is not None and buffer[1] != nbytes:
-                self.failure, buffer = self.envelope.foreign_message(nbytes, source), None
+                self.mismatch, buffer = self.envelope.foreign_message(nbytes, source), None
         buffer = buffer or [bytearray(nbytes), nbytes, MPI.BYTE]
         self._requests.append((message.Irecv(buffer), buffer))
 
     def abandon(self) -> None:
         """Write to the tensor no more, except in receives that MPI has begun. Drop later messages."""
-        if self.failure is None:
-            self.failure = self.envelope.foreign_message(0, self.source)
+        if self.mismatch is None:
+            self.mismatch = self.envelope.foreign_message(0, self.source)
         if self._requests:
             abandoned.append((self._requests, self.source, self._tensor))
 
@@ -186,16 +221,16 @@ class Receive:
         sequence, nbytes, _ = _NUMBERS.unpack_from(first) if len(first) >= _HEADER_BYTES else (0, -1, 0)
         inline = nbytes if nbytes <= _INLINE_BYTES else 0
         if nbytes < 0 or len(first) - _HEADER_BYTES != inline:
-            self.failure = self.envelope.foreign_message(len(first), self.source)
+            self.mismatch = self.envelope.foreign_message(len(first), self.source)
             self._parts, self.is_matched = iter(()), True
             return
         following = 0 if inline else -(-nbytes // _PART_BYTES)
         if sequence < self.envelope.sequence:  # a message of a call that failed here, with a tag that is used again
             self._skipped = following
             return
-        if self.failure is None:
-            self.failure = self.envelope.find_fault(bytes(first[:_HEADER_BYTES]), expected, self.source)
-        if inline and self.failure is None:
+        if self.mismatch is None:
+            self.mismatch = self.envelope.find_mismatch(bytes(first[:_HEADER_BYTES]), expected, self.source)
+        if inline and self.mismatch is None:
             MPI.buffer.fromaddress(address, nbytes)[:] = memoryview(first)[_HEADER_BYTES:]
         self._parts = _parts(self._tensor)
         self._unmatched = following
@@ -309,3 +344,39 @@ class MessageMatcher:
     def _close(self, tag: int, queue: _TagQueue) -> None:
         if not queue.posted and not queue.begun:
             self._queues.pop(tag, None)
+
+
+class Mismatches:
+    """The mismatches in the collectives of one communicator. A rank sends those that it finds to all others.
+
+    Attributes:
+        known: mismatches that other ranks have found, by the number of the collective.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, tag: int) -> None:
+        """
+        Args:
+            tag: of the messages about mismatches alone.
+        """
+        self.known: dict[int, Mismatch] = {}
+        self._comm = comm
+        self._tag = tag
+        self._requests: list[MPI.Request] = []
+        self._lock = threading.Lock()  # collectives of one communicator may advance on two threads
+
+    def announce(self, mismatch: Mismatch) -> None:
+        """Send a mismatch to all other ranks."""
+        with self._lock:
+            self._requests = [request for request in self._requests if not request.Test()]
+            for step in range(1, self._comm.size):
+                peer = (self._comm.rank + step) % self._comm.size
+                self._requests.append(self._comm.isend(mismatch, dest=peer, tag=self._tag))
+
+    def receive(self) -> None:
+        """Receive the mismatches that other ranks have announced."""
+        with self._lock:
+            while (message := self._comm.improbe(tag=self._tag)) is not None:
+                mismatch = message.recv()
+                self.known[mismatch.sequence] = mismatch
+            for sequence in sorted(self.known)[:-_KEPT]:
+                del self.known[sequence]

@@ -1,4 +1,4 @@
-"""The messages of one collective, and the failures of other ranks that end it."""
+"""The messages of one collective, and the mismatches on other ranks that end it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcfsdp.comm.mpi.matching import Envelope, MessageMatcher, Receive, abandoned
+from hpcfsdp.comm.mpi.matching import Envelope, MessageMatcher, Mismatch, Mismatches, Receive, abandoned
 from hpcfsdp.comm.progress import Condition
 from hpcfsdp.errors import CommunicationError
-from hpcfsdp.hang.failures import Failure, Failures
 
 _POLLED_RECEIVES = 8
 """Incomplete receives that a rank polls at a time."""
@@ -21,7 +20,7 @@ _POLLED_FAILURES = 64
 """Polls in vain after which a rank asks whether the call has failed on another rank."""
 
 
-class Call:
+class MpiCall:
     """One collective of one communicator, or one message to or from another rank.
 
     Attributes:
@@ -31,12 +30,12 @@ class Call:
         envelope: of its messages.
     """
 
-    __slots__ = ("envelope", "failures", "label", "matcher", "rank", "ranks", "size")
+    __slots__ = ("envelope", "label", "matcher", "mismatches", "rank", "ranks", "size")
 
     def __init__(
         self,
         matcher: MessageMatcher,
-        failures: Failures,
+        mismatches: Mismatches,
         label: str,
         tag: int,
         sequence: int = 0,
@@ -56,19 +55,19 @@ class Call:
         self.size = matcher.size
         self.ranks: Sequence[int] = range(matcher.size)
         self.matcher = matcher
-        self.failures = failures
+        self.mismatches = mismatches
         self.label = within or label
         self.envelope = Envelope(self.rank, tag, sequence, expected or self.label, expected or label, expected)
 
-    def among(self, ranks: Sequence[int]) -> Call:
+    def among(self, ranks: Sequence[int]) -> MpiCall:
         """The part of this call that only `ranks` take part in, this rank among them."""
         part = copy.copy(self)
         part.rank, part.size = ranks.index(self.rank), len(ranks)
         part.ranks = [self.ranks[rank] for rank in ranks]
         return part
 
-    def check_failures(self, polls: int) -> None:
-        """Not collective. Raise the failure that another rank has found in this collective.
+    def check_mismatches(self, polls: int) -> None:
+        """Not collective. Raise the mismatch that another rank has found in this collective.
 
         Args:
             polls: how often this rank has polled what it waits for.
@@ -77,25 +76,25 @@ class Call:
         if not sequence:
             return
         if polls % _POLLED_FAILURES == 0:
-            self.failures.receive()
-        failure = self.failures.known.get(sequence)
-        if failure is not None:
-            raise self.error(failure)
+            self.mismatches.receive()
+        mismatch = self.mismatches.known.get(sequence)
+        if mismatch is not None:
+            raise self.error(mismatch)
 
-    def error(self, failure: Failure) -> CommunicationError:
-        return failure.error(self.label, self.rank, self.envelope.sent_label)
+    def error(self, mismatch: Mismatch) -> CommunicationError:
+        return mismatch.error(self.label, self.rank, self.envelope.sent_label)
 
 
 class Requests:
     """Sends and receives of one call. A ``Condition`` of progress.py that holds when all are complete."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: MpiCall) -> None:
         self.source: int | None = None
         """The rank that sent the last message."""
         self._call = call
         self._matcher = call.matcher
         self._receives: deque[Receive] = deque()
-        self._failure: Failure | None = None
+        self._mismatch: Mismatch | None = None
         self._polls = 0
         # request, rank, and the memory that it reads, which must exist until the request is complete
         self._sends: list[tuple[MPI.Request, int, Any]] = []
@@ -121,12 +120,12 @@ class Requests:
         if not is_complete:
             self._polls += 1
             try:
-                self._call.check_failures(self._polls)
+                self._call.check_mismatches(self._polls)
             except CommunicationError:
                 self.cancel()
                 raise
-        elif self._failure is not None:
-            raise self._call.error(self._failure)
+        elif self._mismatch is not None:
+            raise self._call.error(self._mismatch)
         return is_complete
 
     def cancel(self) -> None:
@@ -157,8 +156,8 @@ class Requests:
                 continue
             self._receives.popleft()
             self.source = receive.source
-            if receive.failure is not None:
-                self._fail(receive.failure)
+            if receive.mismatch is not None:
+                self._fail(receive.mismatch)
         if self._receives:
             return False
         while self._sends:  # any test advances all messages, so one at a time is enough
@@ -167,17 +166,17 @@ class Requests:
             self._sends.pop()
         return True
 
-    def _fail(self, failure: Failure) -> None:
-        self._failure = self._failure or failure
-        if failure.sequence:
+    def _fail(self, mismatch: Mismatch) -> None:
+        self._mismatch = self._mismatch or mismatch
+        if mismatch.sequence:
             self.cancel()
-            self._call.failures.announce(failure)
+            self._call.mismatches.announce(mismatch)
 
 
 class UnlessFailed:
-    """A ``Condition`` that also raises where the call has failed on another rank. See ``Call.check_failures``."""
+    """A ``Condition`` that also raises where the call has failed on another rank. See ``MpiCall.check_mismatches``."""
 
-    def __init__(self, call: Call, condition: Condition) -> None:
+    def __init__(self, call: MpiCall, condition: Condition) -> None:
         self._call = call
         self._condition = condition
         self._polls = 0
@@ -186,7 +185,7 @@ class UnlessFailed:
         if self._condition.holds():
             return True
         self._polls += 1
-        self._call.check_failures(self._polls)
+        self._call.check_mismatches(self._polls)
         return False
 
     def missing(self) -> Sequence[int]:

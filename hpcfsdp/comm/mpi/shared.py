@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hpcfsdp.comm.mpi.messages import Call, Requests, UnlessFailed
-from hpcfsdp.comm.mpi.window import Window
+from hpcfsdp.comm.mpi.messages import MpiCall, Requests, UnlessFailed
+from hpcfsdp.comm.mpi.node_memory import NodeMemory
 from hpcfsdp.comm.progress import Condition, Steps
 from hpcfsdp.comm.reduce import Reduction, Tensors, reduce_into
 from hpcfsdp.errors import CommunicationError
@@ -21,9 +21,9 @@ from hpcfsdp.launch.topology import Topology
 
 @dataclass(frozen=True)
 class NodeView:
-    """A rank with its neighbours, which share `window`, and with its proxies on other nodes."""
+    """A rank with its neighbours, which share `memory`, and with its proxies on other nodes."""
 
-    window: Window
+    memory: NodeMemory
     topology: Topology
     rank: int
 
@@ -37,7 +37,7 @@ class NodeView:
             if node != self.home:
                 yield node, self.topology.proxy(self.rank, node)
 
-    def unless_failed(self, call: Call, condition: Condition) -> Condition:
+    def unless_failed(self, call: MpiCall, condition: Condition) -> Condition:
         """The condition. Where nodes exchange messages, it also raises if the call fails on another rank."""
         return condition if self.topology.num_nodes == 1 else UnlessFailed(call, condition)
 
@@ -46,65 +46,65 @@ class NodeView:
         return self.topology.local_rank(self.topology.proxy(rank, self.home))
 
 
-def labelled_barrier(window: Window, label: str) -> Steps:
+def labelled_barrier(memory: NodeMemory, label: str) -> Steps:
     """Wait until all neighbours are here, with the same label."""
-    with _exclusive(window):
-        window.epoch += 1
-        window.arrive(label)
-        yield window.all_arrived()
+    with _exclusive(memory):
+        memory.epoch += 1
+        memory.arrive(label)
+        yield memory.all_arrived()
 
 
-def all_gather(call: Call, node: NodeView, whole: torch.Tensor, shard: torch.Tensor) -> Steps:
-    """Make every rank's segment visible on this node. `whole` views the whole window."""
-    window, numel = node.window, shard.numel()
+def all_gather(call: MpiCall, node: NodeView, whole: torch.Tensor, shard: torch.Tensor) -> Steps:
+    """Make every rank's segment visible on this node. `whole` views all of it."""
+    memory, numel = node.memory, shard.numel()
     mine = whole[numel * node.rank : numel * (node.rank + 1)]
     in_place = mine.data_ptr() == shard.data_ptr()
-    with _exclusive(window):
-        window.done()
+    with _exclusive(memory):
+        memory.done()
         if not in_place or node.topology.num_nodes > 1:
             # A slower neighbour may still read the memory that is written next.
-            yield node.unless_failed(call, window.all_done())
+            yield node.unless_failed(call, memory.all_done())
         if not in_place:
             mine.copy_(shard.view(-1))
-        window.epoch += 1
+        memory.epoch += 1
         if node.topology.num_nodes > 1:
             yield _exchange_between_nodes(call, node, whole.view(call.size, -1), mine)
-        window.arrive(call.label)
-        yield node.unless_failed(call, window.all_arrived())
+        memory.arrive(call.label)
+        yield node.unless_failed(call, memory.all_arrived())
 
 
-def reduce_scatter(call: Call, node: NodeView, pieces: Tensors, output: torch.Tensor, reduction: Reduction) -> Steps:
+def reduce_scatter(call: MpiCall, node: NodeView, pieces: Tensors, output: torch.Tensor, reduction: Reduction) -> Steps:
     """`output` becomes this rank's piece reduced over all ranks. `pieces` view this rank's region, one each."""
-    with _exclusive(node.window):
+    with _exclusive(node.memory):
         yield from _reduce_mine(call, node, pieces, output, reduction)
-        node.window.done()
-        yield node.unless_failed(call, node.window.all_done())  # then the caller may change the input
+        node.memory.done()
+        yield node.unless_failed(call, node.memory.all_done())  # then the caller may change the input
 
 
-def all_reduce(call: Call, node: NodeView, pieces: Tensors, reduction: Reduction) -> Steps:
+def all_reduce(call: MpiCall, node: NodeView, pieces: Tensors, reduction: Reduction) -> Steps:
     """All pieces become their reduction over all ranks. `pieces` view this rank's region, one for each rank."""
-    window, mine = node.window, pieces[node.rank]
-    with _exclusive(window):
+    memory, mine = node.memory, pieces[node.rank]
+    with _exclusive(memory):
         # In place: this rank alone reads its piece, in every neighbour's region and in its own.
         yield from _reduce_mine(call, node, pieces, mine, reduction)
         yield _exchange_between_nodes(call, node, pieces, mine)
-        window.epoch += 1
-        window.arrive(call.label)
-        yield node.unless_failed(call, window.all_arrived())
+        memory.epoch += 1
+        memory.arrive(call.label)
+        yield node.unless_failed(call, memory.all_arrived())
         local = node.topology.local_rank(node.rank)
         for rank, piece in enumerate(pieces):
             if node.owner(rank) != local:
-                piece.copy_(_in_region(window, node.owner(rank), piece))
-        window.done()
-        yield node.unless_failed(call, window.all_done())
+                piece.copy_(_in_region(memory, node.owner(rank), piece))
+        memory.done()
+        yield node.unless_failed(call, memory.all_done())
 
 
-def _reduce_mine(call: Call, node: NodeView, pieces: Tensors, output: torch.Tensor, reduction: Reduction) -> Steps:
+def _reduce_mine(call: MpiCall, node: NodeView, pieces: Tensors, output: torch.Tensor, reduction: Reduction) -> Steps:
     """Each node reduces the pieces of its ranks and their clients. Each rank then reduces the nodes' partial results.
 
     Nodes send partial results in the accumulation dtype, so each value is rounded once, for any topology.
     """
-    window, nodes = node.window, node.topology.nodes
+    memory, nodes = node.memory, node.topology.nodes
     requests = Requests(call)
     partials: list[torch.Tensor] = [output] * len(nodes)
     for other, proxy in node.proxies():
@@ -112,17 +112,17 @@ def _reduce_mine(call: Call, node: NodeView, pieces: Tensors, output: torch.Tens
             output, dtype=reduction.accumulate if len(nodes[other]) > 1 else pieces[node.rank].dtype
         )
         requests.recv(partials[other], proxy)
-    window.epoch += 1
-    window.arrive(call.label)
-    yield node.unless_failed(call, window.all_arrived())
+    memory.epoch += 1
+    memory.arrive(call.label)
+    yield node.unless_failed(call, memory.all_arrived())
     for client in node.topology.clients(node.rank):
         if len(nodes[node.home]) > 1:
             partial = torch.empty_like(pieces[client], dtype=reduction.accumulate)
-            reduce_into(partial, _in_all_regions(window, pieces[client]), reduction.op, reduction.accumulate)
+            reduce_into(partial, _in_all_regions(memory, pieces[client]), reduction.op, reduction.accumulate)
         else:
             partial = pieces[client]
         requests.send(partial, client)
-    mine = _in_all_regions(window, pieces[node.rank])
+    mine = _in_all_regions(memory, pieces[node.rank])
     if len(nodes) == 1:
         reduce_into(output, mine, reduction.op, reduction.accumulate, divisor=reduction.divisor)
         return
@@ -132,7 +132,7 @@ def _reduce_mine(call: Call, node: NodeView, pieces: Tensors, output: torch.Tens
     reduce_into(output, partials, reduction.op, reduction.accumulate, divisor=reduction.divisor)
 
 
-def _exchange_between_nodes(call: Call, node: NodeView, pieces: Tensors, mine: torch.Tensor) -> Requests:
+def _exchange_between_nodes(call: MpiCall, node: NodeView, pieces: Tensors, mine: torch.Tensor) -> Requests:
     """Send this rank's piece to its proxies, and receive those of its clients into `pieces`."""
     requests = Requests(call)
     for client in node.topology.clients(node.rank):
@@ -142,22 +142,22 @@ def _exchange_between_nodes(call: Call, node: NodeView, pieces: Tensors, mine: t
     return requests
 
 
-def _in_all_regions(window: Window, piece: torch.Tensor) -> list[torch.Tensor]:
+def _in_all_regions(memory: NodeMemory, piece: torch.Tensor) -> list[torch.Tensor]:
     """The counterparts of a view of this rank's region, in all regions of the node."""
-    return [_in_region(window, place, piece) for place in range(len(window.regions))]
+    return [_in_region(memory, place, piece) for place in range(len(memory.regions))]
 
 
-def _in_region(window: Window, place: int, piece: torch.Tensor) -> torch.Tensor:
-    begin = piece.storage_offset() - window.mine.storage_offset()
-    return window.regions[place][begin : begin + piece.numel()]
+def _in_region(memory: NodeMemory, place: int, piece: torch.Tensor) -> torch.Tensor:
+    begin = piece.storage_offset() - memory.mine.storage_offset()
+    return memory.regions[place][begin : begin + piece.numel()]
 
 
 @contextmanager
-def _exclusive(window: Window) -> Iterator[None]:
-    if window.is_busy:
+def _exclusive(memory: NodeMemory) -> Iterator[None]:
+    if memory.is_busy:
         raise CommunicationError("another collective on the same memory is still under way: wait for it first")
-    window.is_busy = True
+    memory.is_busy = True
     try:
         yield
     finally:
-        window.is_busy = False
+        memory.is_busy = False

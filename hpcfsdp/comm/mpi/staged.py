@@ -14,8 +14,8 @@ from collections.abc import Generator, Sequence
 import torch
 
 from hpcfsdp.comm.mpi import exchange
-from hpcfsdp.comm.mpi.messages import Call, UnlessFailed
-from hpcfsdp.comm.mpi.window import Window, identity, map_fd, open_unnamed, window_bytes
+from hpcfsdp.comm.mpi.messages import MpiCall, UnlessFailed
+from hpcfsdp.comm.mpi.node_memory import NodeMemory, identity, map_fd, memory_bytes, open_unnamed
 from hpcfsdp.comm.progress import Condition, Steps
 from hpcfsdp.comm.reduce import Reduction, Tensors, reduce_into
 
@@ -28,19 +28,19 @@ _PARTS = 3
 _LEAST_BYTES = 1 << 18
 _PATH_BYTES = 256
 _EPOCHS = 1 << 24
-"""Epochs of a window in one call, more than any tensor has parts."""
+"""Epochs of the memory in one call, more than any tensor has parts."""
 
 
-class Staging:
+class StagingMemory:
     """The shared memory of one communicator through which tensors pass, made by the first call.
 
     Attributes:
-        window: None where there is none yet, or a rank could not map it.
+        memory: None where there is none yet, or a rank could not map it.
         is_asked_for: whether a call has tried to make it.
     """
 
     def __init__(self) -> None:
-        self.window: Window | None = None
+        self.memory: NodeMemory | None = None
         self.is_asked_for = False
         self.calls: deque[int] = deque()  # that use it, one after the other, in the same order on all ranks
         self.condition: Condition | None = None  # of the first of them
@@ -49,7 +49,7 @@ class Staging:
 class _Turn:
     """A ``Condition``: the calls before this one are done with the memory."""
 
-    def __init__(self, staging: Staging, sequence: int) -> None:
+    def __init__(self, staging: StagingMemory, sequence: int) -> None:
         self._staging, self._sequence = staging, sequence
 
     def holds(self) -> bool:
@@ -64,7 +64,7 @@ def pays(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() >= _LEAST_BYTES
 
 
-def all_reduce(call: Call, staging: Staging, tensor: torch.Tensor, reduction: Reduction) -> Steps:
+def all_reduce(call: MpiCall, staging: StagingMemory, tensor: torch.Tensor, reduction: Reduction) -> Steps:
     """`tensor` becomes its reduction over all ranks, which share a node."""
     sequence = call.envelope.sequence
     staging.calls.append(sequence)
@@ -79,28 +79,28 @@ def all_reduce(call: Call, staging: Staging, tensor: torch.Tensor, reduction: Re
         staging.calls.remove(sequence)
 
 
-def _in_turn(call: Call, staging: Staging, tensor: torch.Tensor, reduction: Reduction) -> Steps:
+def _in_turn(call: MpiCall, staging: StagingMemory, tensor: torch.Tensor, reduction: Reduction) -> Steps:
     yield from exchange.barrier(call)  # compares the calls
     if not staging.is_asked_for:
         staging.is_asked_for = True
         nbytes = _PARTS * _part_bytes(call.size)
-        memory = yield from _share(call, window_bytes(call.size, nbytes, gathered=False))
-        if memory is not None:
-            staging.window = Window(memory, call.rank, range(call.size), nbytes, torch.uint8, gathered=False)
-    if staging.window is None:
+        shared = yield from _share(call, memory_bytes(call.size, nbytes, gathered=False))
+        if shared is not None:
+            staging.memory = NodeMemory(shared, call.rank, range(call.size), nbytes, torch.uint8, gathered=False)
+    if staging.memory is None:
         yield from exchange.all_reduce(call, tensor, reduction)
     else:
-        yield from _reduce_parts(call, staging.window, tensor, reduction)
+        yield from _reduce_parts(call, staging.memory, tensor, reduction)
 
 
 def _part_bytes(size: int) -> int:
     return min(_PART_BYTES, _MOST_BYTES // (_PARTS * size) // 4096 * 4096)
 
 
-def _reduce_parts(call: Call, window: Window, tensor: torch.Tensor, reduction: Reduction) -> Steps:
-    window.epoch = call.envelope.sequence * _EPOCHS
+def _reduce_parts(call: MpiCall, memory: NodeMemory, tensor: torch.Tensor, reduction: Reduction) -> Steps:
+    memory.epoch = call.envelope.sequence * _EPOCHS
     parts = tensor.split(max(1, _part_bytes(call.size) // tensor.element_size()))
-    regions = [region.view(tensor.dtype).chunk(_PARTS) for region in window.regions]
+    regions = [region.view(tensor.dtype).chunk(_PARTS) for region in memory.regions]
 
     def staged(number: int) -> list[Tensors]:
         """For each rank its pieces of a part in shared memory."""
@@ -113,13 +113,13 @@ def _reduce_parts(call: Call, window: Window, tensor: torch.Tensor, reduction: R
         ):
             if rank != call.rank:  # that piece is reduced here, from where it is
                 piece.copy_(given)
-        window.arrive(None)
-        return UnlessFailed(call, window.all_arrived(compare=False))
+        memory.arrive(None)
+        return UnlessFailed(call, memory.all_arrived(compare=False))
 
-    window.epoch += 1
+    memory.epoch += 1
     filled = deque([fill(0)])
     for number, part in enumerate(parts):
-        window.epoch += 1
+        memory.epoch += 1
         if number + 1 < len(parts):
             filled.append(fill(number + 1))
         yield filled.popleft()
@@ -127,13 +127,13 @@ def _reduce_parts(call: Call, window: Window, tensor: torch.Tensor, reduction: R
         mine = [pieces[rank] if rank == call.rank else shared[rank][call.rank] for rank in range(call.size)]
         reduced = shared[call.rank][call.rank]
         reduce_into(reduced, mine, reduction.op, reduction.accumulate, divisor=reduction.divisor)
-        window.done()
-        yield UnlessFailed(call, window.all_done())
+        memory.done()
+        yield UnlessFailed(call, memory.all_done())
         for owner, piece in enumerate(pieces):
             piece.copy_(shared[owner][owner])
 
 
-def _share(call: Call, nbytes: int) -> Generator[Condition, None, torch.Tensor | None]:
+def _share(call: MpiCall, nbytes: int) -> Generator[Condition, None, torch.Tensor | None]:
     """Memory that all ranks have mapped, None if one could not. The lowest rank makes it, without a name."""
     made, memory, found = -1, None, torch.zeros(_PATH_BYTES, dtype=torch.uint8)
     try:

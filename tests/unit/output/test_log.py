@@ -115,7 +115,7 @@ def test_logs_of_a_requeued_job_go_on_and_count_the_restarts(tmp_path, capsys, m
 
 
 def test_outside_of_a_scheduler_there_is_no_number_of_restarts(tmp_path, capsys, monkeypatch):
-    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "FLUX_ENCLOSING_ID", "PALS_APID"):
         monkeypatch.delenv(name, raising=False)
     log.set_up(0, 2, "nid001", tmp_path)
     assert capsys.readouterr().err == ""

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hpcfsdp.comm.communicator import segment
-from hpcfsdp.comm.mpi import messages, shared, window as windows
+from hpcfsdp.comm.mpi import messages, node_memory, shared
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
@@ -269,14 +269,14 @@ def elsewhere(path, nbytes):
     return os.memfd_create("another"), path, None
 
 
-UNNAMED = windows.open_unnamed
+UNNAMED = node_memory.open_unnamed
 
 
 @pytest.mark.parametrize("culprit", ["first", "last"])
 @pytest.mark.parametrize("opener", [failing, elsewhere])
 def test_a_named_file_serves_where_processes_do_not_see_each_other(several, world, make, monkeypatch, culprit, opener):
     if world.rank == (0 if culprit == "first" else world.size - 1):
-        monkeypatch.setattr(windows, "open_unnamed", opener)
+        monkeypatch.setattr(node_memory, "open_unnamed", opener)
     comm = make()
     full = comm.alloc(4 * comm.size, torch.float32, gathered=True)
     falls_back = culprit == "last" or opener is failing
@@ -298,8 +298,8 @@ def test_memory_that_cannot_be_shared_is_an_error_on_every_rank(several, world, 
         comm = make(topology)
         with monkeypatch.context() as patch:
             if world.rank == odd:
-                patch.setattr(windows, "open_unnamed", failing)
-                patch.setattr(windows, "_open_named", failing)
+                patch.setattr(node_memory, "open_unnamed", failing)
+                patch.setattr(node_memory, "_open_named", failing)
             with pytest.raises(CommunicationError) as caught:
                 comm.alloc(8, torch.float32)
         local = topology.local_rank(odd)
@@ -317,7 +317,7 @@ def test_a_full_shared_folder_is_an_error_and_leaves_nothing(several, world, mak
         raise OSError("no space left")
 
     if world.rank == 0:
-        monkeypatch.setattr(windows, "open_unnamed", failing)
+        monkeypatch.setattr(node_memory, "open_unnamed", failing)
         monkeypatch.setattr(os, "posix_fallocate", full)
     comm = make()
     with pytest.raises(CommunicationError, match="with a file in /dev/shm: local rank 0: no space left"):
@@ -448,10 +448,10 @@ def delays(world, monkeypatch):
 
         monkeypatch.setattr(holder, name, delayed)
 
-    delay(windows.Window, "_set")
-    delay(windows.Window, "arrive")
-    delay(windows.Window, "_reached", 0.01)
-    delay(windows.Window, "label_of", 0.1)
+    delay(node_memory.NodeMemory, "_set")
+    delay(node_memory.NodeMemory, "arrive")
+    delay(node_memory.NodeMemory, "_reached", 0.01)
+    delay(node_memory.NodeMemory, "label_of", 0.1)
     delay(shared, "_in_region")
     delay(shared, "reduce_into")
     delay(messages.Requests, "send")
@@ -556,7 +556,7 @@ class Stage:
         self.world, self.make, self.monkeypatch = world, make, monkeypatch
         self.is_late, self.is_first = world.rank == world.size - 1, world.rank == 0
         self._patience_s = patience_s
-        self._board = windows.share(world.comm, 4096).view(torch.int64)
+        self._board = node_memory.share(world.comm, 4096).view(torch.int64)
         world.comm.Barrier()
 
     def signal(self):
@@ -625,7 +625,7 @@ def write_while_the_late_rank_reads(stage, turn):
 
 def gather_another_shard_while_the_late_rank_reads(stage, turn):
     comm, full = gathered(stage, "one node", turn)
-    stage.around(windows.Window, "arrive", after=stage.signal)
+    stage.around(node_memory.NodeMemory, "arrive", after=stage.signal)
     stage.hold()
     right = torch.equal(full, all_of(comm, turn))
     comm.all_gather_into_tensor(full, torch.full((NUMEL,), -1.0))
@@ -636,7 +636,7 @@ def receive_from_other_nodes_while_the_late_rank_reads(stage, turn):
     if stage.world.size < 3:
         return gather_another_shard_while_the_late_rank_reads(stage, turn)
     comm, full = gathered(stage, "late rank on the first node", turn)
-    stage.around(windows.Window, "arrive", after=stage.signal)
+    stage.around(node_memory.NodeMemory, "arrive", after=stage.signal)
     stage.hold()
     right = torch.equal(full, all_of(comm, turn))
     is_elsewhere = 0 < comm.rank < comm.size - 1
@@ -704,12 +704,12 @@ def return_before_other_nodes_have_sent_their_result(stage, turn):
 
 def copy_before_the_late_rank_has_reduced(stage, turn):
     stage.around(shared, "reduce_into", before=stage.hold)
-    stage.around(windows.Window, "done", before=stage.signal)
+    stage.around(node_memory.NodeMemory, "done", before=stage.signal)
     return reduction(stage, turn, "one node", "all_reduce")
 
 
 def change_the_result_while_the_late_rank_copies(stage, turn):
-    stage.around(shared, "_in_region", before=stage.hold, when=lambda window, *_: window.epoch == 2)
+    stage.around(shared, "_in_region", before=stage.hold, when=lambda memory, *_: memory.epoch == 2)
     return reduction(stage, turn, "one node", "all_reduce")
 
 

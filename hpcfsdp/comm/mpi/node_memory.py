@@ -136,16 +136,16 @@ def _open_named(path: str | None, nbytes: int) -> tuple[int, str, str | None]:
     return fd, path, path
 
 
-_alive: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
+_alive: weakref.WeakValueDictionary[int, NodeMemory] = weakref.WeakValueDictionary()
 
 
-def window_at(tensor: torch.Tensor) -> Window | None:
-    """The window of this process, of any communicator, that holds `tensor`."""
+def memory_at(tensor: torch.Tensor) -> NodeMemory | None:
+    """Return the ``NodeMemory`` of this process, of any communicator, that holds `tensor`; None for other memory."""
     return _alive.get(tensor.untyped_storage().data_ptr()) if _alive and tensor.numel() else None
 
 
-def window_bytes(ranks: int, nbytes: int, *, gathered: bool) -> int:
-    """The size of a window for so many ranks, with regions of `nbytes` bytes."""
+def memory_bytes(ranks: int, nbytes: int, *, gathered: bool) -> int:
+    """Return the bytes of a ``NodeMemory`` for so many ranks, with regions of `nbytes` bytes."""
     return _aligned(ranks * _LINE) + _region_bytes(nbytes) * (1 if gathered else ranks)
 
 
@@ -153,19 +153,19 @@ def _region_bytes(nbytes: int) -> int:
     return _aligned(max(1, nbytes))
 
 
-class Window:
+class NodeMemory:
     """Shared memory for collectives: flags, and either one region for all ranks of the node or one for each.
 
     Attributes:
         gathered: whether there is one region for all.
         regions: for each rank of the node, in order, its memory as a 1-D tensor; the same one if `gathered`.
-        epoch: operations begun on this window, the same number on all ranks.
+        epoch: operations begun on this memory, the same number on all ranks.
         is_busy: whether one of them is in progress.
     """
 
     def __init__(
         self,
-        memory: torch.Tensor,
+        shared: torch.Tensor,
         place: int,
         ranks: Sequence[int],
         numel: int,
@@ -175,7 +175,7 @@ class Window:
     ) -> None:
         """
         Args:
-            memory: ``window_bytes`` zero bytes that the ranks share.
+            shared: ``memory_bytes`` zero bytes that the ranks share.
             place: of this rank among them.
             ranks: the node's ranks, as the communicator numbers them, for messages.
         """
@@ -186,10 +186,10 @@ class Window:
         self._mine = place
         self._peers = tuple(other for other in range(len(ranks)) if other != place)
         flag_bytes, region_bytes = _aligned(len(ranks) * _LINE), _region_bytes(numel * dtype.itemsize)
-        self._flags = memoryview(memory[:flag_bytes].numpy())
+        self._flags = memoryview(shared[:flag_bytes].numpy())
         self._counters = self._flags.cast("q")
         begins = [flag_bytes + (0 if gathered else region_bytes * other) for other in range(len(ranks))]
-        self.regions = tuple(memory[begin : begin + numel * dtype.itemsize].view(dtype) for begin in begins)
+        self.regions = tuple(shared[begin : begin + numel * dtype.itemsize].view(dtype) for begin in begins)
         if numel:
             _alive[self.address] = self
 
@@ -200,7 +200,7 @@ class Window:
 
     @property
     def address(self) -> int:
-        """The address of the window, and of the storage of every tensor on it."""
+        """Return its address, the address of the storage of every tensor on it."""
         return self.mine.untyped_storage().data_ptr()
 
     def arrive(self, label: str | None) -> None:
@@ -243,33 +243,33 @@ class Window:
 class PeersReached:
     """Holds when a counter of every peer has reached an operation. A ``Condition`` of progress.py."""
 
-    def __init__(self, window: Window, counter: int, epoch: int, *, compare: bool) -> None:
-        self._window = window
+    def __init__(self, memory: NodeMemory, counter: int, epoch: int, *, compare: bool) -> None:
+        self._memory = memory
         self._counter = counter
         self._epoch = epoch
         self._compare = compare
-        self._awaited = list(window._peers)
+        self._awaited = list(memory._peers)
 
     def holds(self) -> bool:
-        window = self._window
+        memory = self._memory
         while self._awaited:
             place = self._awaited[-1]
-            if not window._reached(place, self._counter, self._epoch):
+            if not memory._reached(place, self._counter, self._epoch):
                 return False
             if self._compare:
-                mine, theirs = window.label_of(window._mine), window.label_of(place)
+                mine, theirs = memory.label_of(memory._mine), memory.label_of(place)
                 if mine != theirs:
                     raise DifferentCallsError(
-                        f"rank {window._ranks[window._mine]} calls {decode_label(mine)}, but rank "
-                        f"{window._ranks[place]} calls {decode_label(theirs)} on the same memory: all ranks must call "
+                        f"rank {memory._ranks[memory._mine]} calls {decode_label(mine)}, but rank "
+                        f"{memory._ranks[place]} calls {decode_label(theirs)} on the same memory: all ranks must call "
                         "the same"
                     )
             self._awaited.pop()
         return True
 
     def missing(self) -> list[int]:
-        window = self._window
-        return [window._ranks[p] for p in self._awaited if not window._reached(p, self._counter, self._epoch)]
+        memory = self._memory
+        return [memory._ranks[p] for p in self._awaited if not memory._reached(p, self._counter, self._epoch)]
 
 
 def fit_label(label: str, nbytes: int) -> bytes:
