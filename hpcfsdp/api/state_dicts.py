@@ -19,11 +19,10 @@ from torch.distributed.fsdp import (
 from hpcfsdp import _compat
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.state import settings
-from hpcfsdp.state.load import load_model
-from hpcfsdp.state.optim import load as load_optimizer, rekey, save as save_optimizer
+from hpcfsdp.state.load import LoadWithin, load_model
+from hpcfsdp.state.optim import keys, load as load_optimizer, save as save_optimizer
 from hpcfsdp.state.save import save_model
 from hpcfsdp.state.settings import StateDictFormat
-from hpcfsdp.state.within import LoadWithin
 from hpcfsdp.units.flat_unit import FlatUnit
 
 
@@ -254,7 +253,7 @@ class StateDictMethods(nn.Module):
         Raises:
             StateDictError: names and numbers are mixed, or are not those of the model and the optimizer.
         """
-        return rekey.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
+        return keys.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
 
     @staticmethod
     @public_call("optim_state_dict")

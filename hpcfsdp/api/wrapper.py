@@ -25,8 +25,8 @@ from hpcfsdp.hang import calls
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.params.granularity import Granularity, GranularityOf, check_granularity
 from hpcfsdp.params.prefixes import get_root_modules
+from hpcfsdp.state.load import load_when_known
 from hpcfsdp.state.settings import default_settings
-from hpcfsdp.state.within import load_when_known
 from hpcfsdp.units import copying, mixed_precision as precisions, policies, summon
 from hpcfsdp.units.arguments import check_module, check_readers, check_types, target_device, warn_of_container
 from hpcfsdp.units.build import join_tp_group, make_unit, sync_values, warn_of_units

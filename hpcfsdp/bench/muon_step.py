@@ -20,7 +20,7 @@ from hpcfsdp.bench.tables import Ratio, Table, ratio_cell, time_cells, times_jso
 from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.optim import Muon, WholeTensors
-from hpcfsdp.optim.newton_schulz import orthogonalize
+from hpcfsdp.optim.muon import orthogonalize
 from hpcfsdp.world import World
 
 OWN, ROWS, GATHERED, FLOOR = "hpcfsdp", "hpcfsdp_rows", "fsdp2, full_tensor", "share without communication"

@@ -17,8 +17,7 @@ from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import EngineError, StateDictError
 from hpcfsdp.optim.whole_params import WholeParam, local_grad, local_part
-from hpcfsdp.reshard.cuts import Cut
-from hpcfsdp.reshard.owner_moves import Finish, OwnerMoves, TensorOf, all_of
+from hpcfsdp.reshard.owners import Cut, Finish, OwnerMoves, TensorOf, all_of
 from hpcfsdp.state.optim.compare import RankState, StateInfo, allgather_state_info, convert_all_state_info
 from hpcfsdp.state.tensors import TensorInfo, is_whole_state, mark_whole_state
 from hpcfsdp.units.group_cache import GroupCache

@@ -18,7 +18,7 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import UsageError
 from hpcfsdp.params.layout import Box, FlatLayout
 from hpcfsdp.reshard.boxes import chunk_box
-from hpcfsdp.reshard.cuts import BlockCut, Cut, FlatCut, Lattice
+from hpcfsdp.reshard.owners import BlockCut, Cut, FlatCut, Lattice
 from hpcfsdp.reshard.placements import mesh_boxes, rows_on_mesh
 from hpcfsdp.reshard.whole import is_cut
 from hpcfsdp.state.model import named_flat_params, units_of

@@ -18,13 +18,10 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm import Communicator, assert_same, raise_together
 from hpcfsdp.errors import UsageError
-from hpcfsdp.optim.muon import ELEMENT_FLOPS, Muon
-from hpcfsdp.optim.newton_schulz import newton_schulz_flops
+from hpcfsdp.optim.muon import ELEMENT_FLOPS, Muon, newton_schulz_flops
 from hpcfsdp.optim.owned import Flags, OwnedParams, State
 from hpcfsdp.optim.whole_params import WholeParam, local_grad, local_part, whole_params
-from hpcfsdp.reshard.cuts import Cut
-from hpcfsdp.reshard.owner_moves import all_of
-from hpcfsdp.reshard.owners import choose_owners
+from hpcfsdp.reshard.owners import Cut, all_of, choose_owners
 from hpcfsdp.state.model import communicator_of, named_flat_params
 from hpcfsdp.state.optim.initial import needs_closure, states_of_first_step
 from hpcfsdp.state.optim.values import digest, picklable

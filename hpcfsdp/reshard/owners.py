@@ -1,12 +1,222 @@
-"""Which rank owns which tensor whole, chosen by cost. Pure, and the same on all ranks without a message."""
+"""Tensors that one rank owns whole: how ranks share them, which rank owns which, and their values moved there and back.
+
+All but the exchange is pure, for any number of imagined ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import abc
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from hpcfsdp.reshard.cuts import Cut
+from hpcfsdp.comm import Communicator
+from hpcfsdp.params.layout import Box, FlatLayout
+from hpcfsdp.reshard.boxes import run_boxes
+from hpcfsdp.reshard.redistribute import batches
+
+Boxes = Sequence[Box]
+
+
+class Lattice(NamedTuple):
+    """Ranks along three dimensions.
+
+    Attributes:
+        ranks: int64, replicas x shards x tensor-parallel ranks.
+        places: int64, by rank its place in `ranks`.
+    """
+
+    ranks: np.ndarray
+    places: np.ndarray
+
+    @classmethod
+    def of(cls, ranks: np.ndarray) -> Lattice:
+        places = np.zeros((ranks.size, 3), np.int64)
+        places[ranks.reshape(-1)] = np.stack(np.unravel_index(np.arange(ranks.size), ranks.shape), 1)
+        return cls(ranks, places)
+
+
+class Cut(abc.ABC):
+    """The boxes of one tensor on ranks.
+
+    Attributes:
+        shape: of the whole.
+        view: the shape that boxes are counted in: `shape`, or one dimension with all elements.
+    """
+
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @abc.abstractmethod
+    def boxes(self, rank: int) -> Boxes:
+        """The boxes of a rank; none for one without elements."""
+
+    @abc.abstractmethod
+    def shares(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ranks with elements, and how many they have, int64 both."""
+
+    @abc.abstractmethod
+    def sends(self, rank: int, owner: int) -> bool:
+        """Whether `rank`, which has elements, sends them where `owner` is to have all. Of copies one rank sends."""
+
+    @abc.abstractmethod
+    def senders(self, owner: int) -> Iterator[tuple[int, Boxes]]:
+        """The ranks that send, and what; together, and with the owner's own, all elements once."""
+
+    @abc.abstractmethod
+    def copies(self) -> Iterator[tuple[int, Boxes]]:
+        """All ranks with elements, and what they have."""
+
+    def is_whole_on(self, rank: int) -> bool:
+        """Whether a rank has all elements."""
+        return sum(box.numel for box in self.boxes(rank)) == self.numel
+
+
+class FlatCut(Cut):
+    """A parameter of a flat parameter, in runs of elements. Tensor-parallel ranks may have runs of other blocks.
+
+    Of copies, those of the owner's own replica are sent, and of its own tensor-parallel rank where that has the block.
+    """
+
+    def __init__(self, layout: FlatLayout, index: int, lattice: Lattice) -> None:
+        """
+        Args:
+            layout: of any tensor-parallel rank.
+            index: of the slot.
+            lattice: the ranks. With one tensor-parallel rank a block of the layout counts as the whole.
+        """
+        slot, (self._ranks, self._places) = layout.slots[index], lattice
+        self._fqn, self._index, self._layout = slot.fqn, index, layout
+        self._has_blocks = self._ranks.shape[2] > 1
+        self._is_cut = self._has_blocks and slot.is_cut
+        self.shape = slot.whole_shape if self._has_blocks else slot.shape
+        self.view = self.shape if self._is_cut else (self.numel,)
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        """By tensor-parallel rank the first one with the same block."""
+        block, size = self._layout.slots[self._index].block, self._ranks.shape[2]
+        if block is None or not self._has_blocks:
+            return [0] * size
+        return [block.boxes.index(box) for box in block.boxes]
+
+    def _layout_of(self, tensor: int) -> FlatLayout:
+        return self._layout.of_tensor_rank(tensor) if self._has_blocks else self._layout
+
+    def _boxes_of(self, tensor: int, start: int, numel: int) -> Boxes:
+        if not self._is_cut:
+            return [Box((start,), (numel,))]
+        block = self._layout.slots[self._index].block
+        assert block is not None
+        offsets, sizes = block.boxes[tensor]
+        return [
+            Box(tuple(map(sum, zip(offsets, box.offsets, strict=True))), box.sizes)
+            for box in run_boxes(sizes, start, numel)
+        ]
+
+    def boxes(self, rank: int) -> Boxes:
+        _, shard, tensor = self._places[rank].tolist()
+        run = self._layout_of(tensor).param_run(self._fqn, shard)
+        return [] if run is None else self._boxes_of(tensor, run.start, run.numel)
+
+    def _lines(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """For each tensor-parallel rank the ranks with runs, replicas x runs, and the edges of the runs."""
+        for tensor in range(self._ranks.shape[2]):
+            first, edges = self._layout_of(tensor).param_edges(self._fqn)
+            yield tensor, self._ranks[:, first : first + len(edges) - 1, tensor], edges
+
+    def shares(self) -> tuple[np.ndarray, np.ndarray]:
+        found = [(ranks.reshape(-1), np.tile(np.diff(edges), len(ranks))) for _, ranks, edges in self._lines()]
+        return np.concatenate([ranks for ranks, _ in found]), np.concatenate([numels for _, numels in found])
+
+    def _line(self, owner: int, block: int) -> int:
+        """The tensor-parallel rank that sends a block."""
+        tensor = int(self._places[owner][2])
+        return tensor if self._firsts[tensor] == block else block
+
+    def sends(self, rank: int, owner: int) -> bool:
+        replica, _, tensor = self._places[rank].tolist()
+        of_owner = int(self._places[owner][0])
+        return rank != owner and replica == of_owner and tensor == self._line(owner, self._firsts[tensor])
+
+    def senders(self, owner: int) -> Iterator[tuple[int, Boxes]]:
+        replica = int(self._places[owner][0])
+        chosen = {self._line(owner, block) for block in set(self._firsts)}
+        for tensor, ranks, edges in self._lines():
+            if tensor in chosen:
+                for rank, start, end in zip(ranks[replica].tolist(), edges.tolist(), edges[1:].tolist(), strict=False):
+                    if rank != owner:
+                        yield rank, self._boxes_of(tensor, start, end - start)
+
+    def copies(self) -> Iterator[tuple[int, Boxes]]:
+        for tensor, ranks, edges in self._lines():
+            starts = edges.tolist()
+            for start, end, alike in zip(starts, starts[1:], ranks.T.tolist(), strict=False):
+                boxes = self._boxes_of(tensor, start, end - start)
+                yield from ((rank, boxes) for rank in alike)
+
+
+class BlockCut(Cut):
+    """A tensor of which each rank has a box, as a ``DTensor``.
+
+    Of copies, the owner's own is sent, or the one at its place among the copies.
+    """
+
+    def __init__(self, shape: Sequence[int], boxes: Mapping[int, Box]) -> None:
+        """
+        Args:
+            boxes: by rank, for ranks with elements.
+        """
+        self.shape = self.view = tuple(shape)
+        self._boxes = boxes
+
+    @cached_property
+    def _ranks_of(self) -> dict[Box, list[int]]:
+        found: dict[Box, list[int]] = {}
+        for rank, box in sorted(self._boxes.items()):
+            found.setdefault(box, []).append(rank)
+        return found
+
+    def boxes(self, rank: int) -> Boxes:
+        return [self._boxes[rank]] if rank in self._boxes else []
+
+    @cached_property
+    def _shares(self) -> np.ndarray:
+        pairs = [(rank, box.numel) for rank, box in self._boxes.items()]
+        return np.array(pairs, np.int64).reshape(-1, 2)
+
+    def shares(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._shares[:, 0], self._shares[:, 1]
+
+    def _sender(self, box: Box, owner: int) -> int:
+        alike = self._ranks_of[box]
+        if owner in alike:
+            return owner
+        own = self._ranks_of.get(self._boxes.get(owner, box), [])
+        place = own.index(owner) if owner in own else 0
+        return alike[place % len(alike)]
+
+    def sends(self, rank: int, owner: int) -> bool:
+        return rank != owner and self._sender(self._boxes[rank], owner) == rank
+
+    def senders(self, owner: int) -> Iterator[tuple[int, Boxes]]:
+        for box in self._ranks_of:
+            rank = self._sender(box, owner)
+            if rank != owner:
+                yield rank, [box]
+
+    def copies(self) -> Iterator[tuple[int, Boxes]]:
+        for rank, box in self._boxes.items():
+            yield rank, [box]
+
 
 SLACK = 0.05
 """Share of the mean load by which a rank may exceed it with tensors that it has most of already."""
@@ -44,3 +254,211 @@ def choose_owners(cuts: Sequence[Cut], costs: Sequence[float], size: int, move_c
         owners[index] = best
         loads[best] += costs[index] + move_cost * float(cuts[index].numel - has[candidates == best][0])
     return owners
+
+
+BATCH_NUMEL = 1 << 22
+"""Elements for each rank that travel together: a few large messages, and little memory beside the tensors."""
+
+TensorOf = Callable[[int], torch.Tensor]
+"""The memory of a tensor by its number."""
+
+Views = dict[int, list[torch.Tensor]]
+"""Views by the rank that they are sent to, or received from."""
+
+Finish = Callable[[], None]
+"""Completes what has begun."""
+
+
+class _Peer(NamedTuple):
+    rank: int
+    boxes: Boxes
+
+
+class OwnerMoves:
+    """The moves between shards and owners that this rank takes part in. Made without a message."""
+
+    def __init__(self, comm: Communicator, cuts: Sequence[Cut], owners: Sequence[int]) -> None:
+        """Not collective.
+
+        Args:
+            comm: the ranks, by which `cuts` and `owners` number them.
+            owners: by tensor.
+        """
+        self.comm, self.cuts, self.owners = comm, cuts, owners
+        rank = comm.rank
+        self._own = [cut.boxes(rank) for cut in cuts]
+        self._has = {index for index, boxes in enumerate(self._own) if boxes}
+        self._senders: dict[int, list[_Peer]] = {}
+        self._copies: dict[int, list[_Peer]] = {}
+        self._sends: set[int] = set()
+        for index, (cut, owner) in enumerate(zip(cuts, owners, strict=True)):
+            if owner == rank:
+                self._senders[index] = [_Peer(*pair) for pair in cut.senders(rank)]
+                self._copies[index] = [_Peer(*pair) for pair in cut.copies() if pair[0] != rank]
+            elif index in self._has and cut.sends(rank, owner):
+                self._sends.add(index)
+
+    def numel_here(self, index: int) -> int:
+        """Elements of a tensor in this rank's shard."""
+        return sum(box.numel for box in self._own[index])
+
+    def owns(self, index: int) -> bool:
+        return self.owners[index] == self.comm.rank
+
+    def stays(self, index: int) -> bool:
+        """Whether no element of a tensor moves, the same on all ranks."""
+        owner = self.owners[index]
+        return self.cuts[index].is_whole_on(owner) and len(self.cuts[index].shares()[0]) <= 1
+
+    @torch.no_grad()
+    def gather(
+        self, chosen: Sequence[int], shard: TensorOf, whole: TensorOf, dtype: torch.dtype, *, async_op: bool = False
+    ) -> Finish:
+        """Collective over `comm`. Bring tensors from their shards to their owners.
+
+        Args:
+            chosen: numbers of tensors, ascending, the same on all ranks.
+            shard: this rank's elements of a tensor, converted to `dtype`; called where it has some. 1-D, box after box,
+                or of the shape of its only box.
+            whole: memory of the whole for its owner, contiguous; called there alone. May share the memory of the shard.
+            dtype: in which values travel.
+            async_op: return while they travel; without it everything is done at the end.
+
+        Returns:
+            What completes the call, to be called once if `async_op` is set.
+        """
+        finishes = []
+        for part in self._batches(chosen):
+            of_shards, of_owners = self._views_by_rank(part, shard, whole, self._senders, self._sends)
+            for view, own in self._kept(part, shard, whole):
+                view.copy_(own)
+            finishes.append(self._exchange(of_shards, of_owners, dtype, in_place=True, async_op=async_op))
+        return all_of(finishes)
+
+    @torch.no_grad()
+    def scatter(
+        self, chosen: Sequence[int], whole: TensorOf, shard: TensorOf, dtype: torch.dtype, *, async_op: bool = False
+    ) -> Finish:
+        """Collective over `comm`. Bring tensors from their owners into all shards. The rest as for ``gather``."""
+        finishes = []
+        for part in self._batches(chosen):
+            of_shards, of_owners = self._views_by_rank(part, shard, whole, self._copies, self._has)
+            for view, own in self._kept(part, shard, whole):
+                own.copy_(view)
+            # Shards may be in memory that ranks share: no message is received there.
+            finishes.append(self._exchange(of_owners, of_shards, dtype, in_place=False, async_op=async_op))
+        return all_of(finishes)
+
+    def _views_by_rank(
+        self,
+        part: Sequence[int],
+        shard: TensorOf,
+        whole: TensorOf,
+        peers: Mapping[int, Sequence[_Peer]],
+        taking_part: Container[int],
+    ) -> tuple[Views, Views]:
+        """Views of this rank's shards by the owner, and of the tensors that it owns by the other rank.
+
+        Args:
+            peers: of tensors that this rank owns.
+            taking_part: tensors of others of which its shards take part.
+        """
+        of_shards: Views = {}
+        of_owners: Views = {}
+        for index in part:
+            if self.owns(index):
+                for peer in peers[index]:
+                    of_owners.setdefault(peer.rank, []).extend(self._views(index, whole(index), peer.boxes))
+            elif index in taking_part:
+                of_shards.setdefault(self.owners[index], []).extend(self._own_views(index, shard(index)))
+        return of_shards, of_owners
+
+    def _batches(self, chosen: Sequence[int]) -> Iterator[Sequence[int]]:
+        limit = BATCH_NUMEL * self.comm.size
+        for part in batches([self.cuts[index].numel for index in chosen], limit):
+            yield chosen[part.start : part.stop]
+
+    def _views(self, index: int, whole: torch.Tensor, boxes: Boxes) -> list[torch.Tensor]:
+        seen = whole.detach().view(self.cuts[index].view)
+        return [seen[box.slices] for box in boxes]
+
+    def _own_views(self, index: int, shard: torch.Tensor) -> list[torch.Tensor]:
+        boxes = self._own[index]
+        if len(boxes) == 1:
+            return [shard.view(boxes[0].sizes)]
+        parts = shard.view(-1).split([box.numel for box in boxes])
+        return [part.view(box.sizes) for part, box in zip(parts, boxes, strict=True)]
+
+    def _kept(
+        self, part: Sequence[int], shard: TensorOf, whole: TensorOf
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of tensors that this rank owns, and of its shards, for the same elements in different memory."""
+        for index in part:
+            if self.owns(index) and index in self._has:
+                views = self._views(index, whole(index), self._own[index])
+                for view, own in zip(views, self._own_views(index, shard(index)), strict=True):
+                    if view.data_ptr() != own.data_ptr():
+                        yield view, own
+
+    def _exchange(
+        self,
+        out: Views,
+        into: Views,
+        dtype: torch.dtype,
+        *,
+        in_place: bool,
+        async_op: bool,
+    ) -> Finish:
+        """Collective over `comm`. Send and receive views by rank; `in_place` where a rank receives a single one."""
+        comm = self.comm
+        if comm.size == 1:
+            return _nothing_left
+        nothing = torch.empty(0, dtype=dtype, device=comm.device)
+        inputs = [_packed(out[rank], comm, dtype) if rank in out else nothing for rank in range(comm.size)]
+        outputs = [nothing] * comm.size
+        for rank, views in into.items():
+            kind = views[0].dtype, views[0].device
+            direct = in_place and len(views) == 1 and views[0].is_contiguous() and kind == (dtype, comm.device)
+            numel = sum(view.numel() for view in views)
+            outputs[rank] = views[0].view(-1) if direct else torch.empty(numel, dtype=dtype, device=comm.device)
+        work = comm.all_to_all(outputs, inputs, async_op=async_op)
+
+        @torch.no_grad()
+        def finish() -> None:
+            if work is not None:
+                work.wait()
+            inputs.clear()  # which had to stay until now
+            for rank, views in into.items():
+                values = outputs[rank]
+                if views[0].data_ptr() != values.data_ptr():
+                    for view, part in zip(views, values.split([view.numel() for view in views]), strict=True):
+                        view.copy_(part.view(view.shape))
+
+        if async_op:
+            return finish
+        finish()
+        return _nothing_left
+
+
+def _nothing_left() -> None:
+    pass
+
+
+def all_of(finishes: Iterable[Finish]) -> Finish:
+    """One completion of several calls, which begin now."""
+    begun = list(finishes)
+
+    def finish() -> None:
+        for each in begun:
+            each()
+
+    return finish
+
+
+def _packed(views: Sequence[torch.Tensor], comm: Communicator, dtype: torch.dtype) -> torch.Tensor:
+    if len(views) == 1:
+        return views[0].to(comm.device, dtype).contiguous().view(-1)
+    packed = torch.empty(sum(view.numel() for view in views), dtype=dtype, device=comm.device)
+    for view, part in zip(views, packed.split([view.numel() for view in views]), strict=True):
+        part.view(view.shape).copy_(view)
+    return packed

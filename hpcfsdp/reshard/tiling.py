@@ -1,10 +1,15 @@
-"""Whether blocks make up a tensor: each element in one of them, none in two.
+"""Whether blocks, or hyperslabs, make up tensors: each element in one of them, none in two. Pure.
 
-The blocks are compared with the whole by their corners. The function that counts the blocks with an element is a sum of
+Blocks are compared with the whole by their corners. The function that counts the blocks with an element is a sum of
 products of steps, and is known from where it steps, and by how much: at each corner of a block, up or down.
 Blocks tile a tensor when these steps add up to those of the tensor. That takes sorting the corners once, whatever the
 order of the blocks and the way in which they are cut; and of steps that are left over, the first in row-major order is
 the first element that is in no block, or in several.
+
+A hyperslab is `count` runs of `numel` elements; each begins `stride` elements after the one before it. A few bytes of a
+file can describe millions of runs, so hyperslabs are treated as rectangles rather than run by run: where those of a
+range have one stride, its elements are a matrix with that many columns, which they have to tile. Time and memory grow
+with the number of hyperslabs. Irregular ones are divided into up to ``MOST_PARTS`` parts.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -99,3 +104,251 @@ def uneven_corners(corners: np.ndarray, steps: np.ndarray) -> np.ndarray:
         corners, steps = corners[order], steps[order]
     starts = np.flatnonzero(np.append(True, (corners[1:] != corners[:-1]).any(axis=1)))
     return corners[starts[np.add.reduceat(steps, starts) != 0]]
+
+
+MOST_PARTS = 1 << 22
+"""The most parts that irregular rows of one range are cut into: about 400 MiB."""
+
+MOST_ELEMENTS = 1 << 60
+"""Sums of places, and of corners, are exact in int64."""
+
+
+class TilingError(ValueError):
+    """Rows are too irregular to be checked.
+
+    Attributes:
+        tensor: the one that they are of; None if they are of several.
+    """
+
+    def __init__(self, tensor: int | None = None) -> None:
+        super().__init__(f"its runs are interleaved in more than {MOST_PARTS} parts")
+        self.tensor = tensor
+
+
+def first_untiled(rows: np.ndarray, numels: Sequence[int]) -> int | None:
+    """The first tensor that rows do not tile, each element once; None if there is none.
+
+    Args:
+        rows: with the fields `tensor`, `count`, `start`, `numel` and `stride`, in any order.
+        numels: elements by tensor; less than ``MOST_ELEMENTS`` in all.
+
+    Raises:
+        TilingError: they are too irregular.
+        ValueError: a row is of a tensor that is not there, or there are too many elements.
+    """
+    sizes = [int(numel) for numel in numels]
+    if sum(sizes) >= MOST_ELEMENTS:
+        raise ValueError(f"{sum(sizes)} elements are more than any file has")
+    if len(rows) and int(rows["tensor"].max()) >= len(sizes):
+        raise ValueError(f"there is no tensor {int(rows['tensor'].max())}, only {len(sizes)}")
+    bases = np.cumsum([0, *sizes], dtype=np.int64)
+    tensors = rows["tensor"].astype(np.int64)
+    outside = _outside(rows, np.array(sizes, np.int64)[tensors]) if len(rows) else np.zeros(0, bool)
+    worst = int(tensors[outside].min()) if outside.any() else len(sizes)
+    rows, tensors = rows[tensors < worst], tensors[tensors < worst]
+    # All tensors one after the other are one line, which the rows have to tile; no row reaches beyond its tensor.
+    lines = _Lines.of(rows, bases[tensors])
+    place = _first_unfit(lines, int(bases[worst]), bases)
+    if place is not None:
+        return int(np.searchsorted(bases, place, side="right")) - 1
+    return worst if worst < len(sizes) else None
+
+
+def byte_ranges(
+    begins: np.ndarray, numels: np.ndarray, counts: np.ndarray, strides: np.ndarray, owners: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of a file that rows occupy: first bytes and ends of ranges, by first byte, int64.
+
+    Ranges overlap where rows do. Interleaved rows without gaps become one range; else each run is one.
+
+    Args:
+        begins: first byte of each row, int64, as are `numels` and `strides`, in bytes too, and `counts`.
+        owners: rows with the same number have no byte in common: they tile one tensor, with all its elements in order.
+
+    Raises:
+        TilingError: they are too irregular.
+    """
+    order = np.argsort(begins, kind="stable")
+    lines = _Lines(begins[order], numels[order], counts[order], strides[order])
+    owners = owners[order]
+    firsts = _cluster_firsts(lines)
+    if not len(firsts):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    lows, highs = lines.begins[firsts], np.maximum.reduceat(lines.ends, firsts)
+    filled = np.add.reduceat(lines.numels * lines.counts, firsts) == highs - lows
+    filled &= np.minimum.reduceat(owners, firsts) == np.maximum.reduceat(owners, firsts)
+    odd = np.repeat(~filled, np.diff(firsts, append=len(owners)))
+    if int(lines.counts[odd].sum()) > MOST_PARTS:
+        raise TilingError
+    runs = lines.pick(odd).expanded()
+    begins, ends = np.append(lows[filled], runs.begins), np.append(highs[filled], runs.ends)
+    order = np.argsort(begins, kind="stable")
+    return begins[order], ends[order]
+
+
+class _Lines(NamedTuple):
+    """Rows on one line, ascending by their first elements; all int64, and none reaches beyond int64."""
+
+    begins: np.ndarray
+    numels: np.ndarray
+    counts: np.ndarray
+    strides: np.ndarray
+
+    @classmethod
+    def of(cls, rows: np.ndarray, bases: np.ndarray) -> _Lines:
+        """Rows inside of their tensors, which begin at `bases`. Runs that touch each other become one."""
+        begins, numels, counts, strides = (
+            rows[name].astype(np.int64) for name in ("start", "numel", "count", "stride")
+        )
+        begins += bases
+        touching = (strides == numels) | (counts == 1)
+        numels = np.where(touching, numels * counts, numels)
+        counts = np.where(touching, 1, counts)
+        lines = cls(begins, numels, counts, np.where(touching, numels, strides))
+        return lines if np.all(begins[1:] >= begins[:-1]) else lines.pick(np.argsort(begins, kind="stable"))
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Of the last run of each row."""
+        return self.begins + (self.counts - 1) * self.strides + self.numels
+
+    def pick(self, which: np.ndarray) -> _Lines:
+        """Some of the rows."""
+        return _Lines(*(column[which] for column in self))
+
+    def expanded(self) -> _Lines:
+        """Each run as a row, in the order of the rows."""
+        which, within = _repeated(self.counts)
+        begins, numels = self.begins[which] + within * self.strides[which], self.numels[which]
+        return _Lines(begins, numels, np.ones(len(which), np.int64), numels)
+
+
+def _repeated(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each place, repeated `counts` times, and the number of each repetition."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _outside(rows: np.ndarray, numels: np.ndarray) -> np.ndarray:
+    """The rows without elements, with overlapping runs, or that reach beyond their tensors of `numels` elements."""
+    start, numel, stride = rows["start"], rows["numel"], rows["stride"]
+    whole, count = numels.astype(np.uint64), rows["count"].astype(np.uint64)
+    bad = (count < 1) | (numel < 1) | (numel > whole) | (start > whole - np.minimum(numel, whole))
+    left = np.where(bad, np.uint64(0), whole - start - numel)  # behind the first run
+    more = ~bad & (count > 1)
+    bad |= more & ((stride < numel) | (count - np.uint64(1) > left // np.maximum(stride, np.uint64(1))))
+    return bad
+
+
+def _cluster_firsts(lines: _Lines) -> np.ndarray:
+    """The first row of each cluster of overlapping or interleaved rows."""
+    if not len(lines.begins):
+        return np.empty(0, np.int64)
+    before = np.maximum.accumulate(lines.ends)[:-1]
+    return np.flatnonzero(np.append(True, lines.begins[1:] >= before))
+
+
+def _first_unfit(lines: _Lines, length: int, bases: np.ndarray) -> int | None:
+    """A place in the first tensor that is not covered exactly once, on the line up to `length`; None if all are."""
+    firsts = _cluster_firsts(lines)
+    if not len(firsts):
+        return 0 if length else None
+    lows, highs = lines.begins[firsts], np.maximum.reduceat(lines.ends, firsts)
+    before = np.append(0, highs[:-1])
+    found = before[lows != before][:1].tolist()
+    if highs[-1] != length:
+        found.append(int(highs[-1]))
+    sizes = np.diff(firsts, append=len(lines.begins))
+    within = np.flatnonzero((sizes > 1) | (lines.counts[firsts] > 1))
+    if len(within):
+        rows = np.repeat(np.isin(np.arange(len(firsts)), within), sizes)
+        of = np.repeat(np.arange(len(within)), sizes[within])
+        inside = lines.pick(rows)
+        inside = inside._replace(begins=inside.begins - lows[within][of])
+        found += _first_bad(inside, of, highs[within] - lows[within], lows[within], bases)
+    return min(found, default=None)
+
+
+def _first_bad(lines: _Lines, of: np.ndarray, lengths: np.ndarray, lows: np.ndarray, bases: np.ndarray) -> list[int]:
+    """The begin of the first cluster that its rows do not tile, in a list; an empty list if there is none.
+
+    Args:
+        lines: rows, counted from the first element of their cluster; `of`: the number of that, ascending.
+        lengths: of the clusters, which begin at `lows`.
+    """
+    bad = _untiled(lines, of, lengths)
+    if bad is not None:
+        return lows[bad][:1].tolist()
+    if len(lengths) == 1:
+        raise TilingError(int(np.searchsorted(bases, lows[0], side="right")) - 1)
+    half = len(lengths) // 2
+    cut = int(np.searchsorted(of, half))
+    first = _first_bad(lines.pick(slice(cut)), of[:cut], lengths[:half], lows[:half], bases)
+    rest = lines.pick(slice(cut, None)), of[cut:] - half, lengths[half:], lows[half:], bases
+    return first or _first_bad(*rest)
+
+
+def _untiled(lines: _Lines, of: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
+    """A mask of the clusters that their rows do not tile; None if that takes too many parts."""
+    widths = _widths(lines, of, lengths)
+    odd = (lines.counts > 1) & (lines.strides != widths[of])
+    if int(lines.counts[odd].sum()) > MOST_PARTS + 4 * len(of):
+        return None
+    of, lines = np.append(of[~odd], np.repeat(of[odd], lines.counts[odd])), _joined(lines, odd)
+    # Each cluster is a matrix, and its rows are rectangles in it; all of the matrix counts with the opposite sign.
+    number, once = np.arange(len(lengths)), np.ones_like(lengths)
+    wholes = _Lines(np.zeros_like(lengths), lengths, once, lengths)
+    signs = np.append(np.ones(len(of), np.int64), -once)
+    of, lines = np.append(of, number), _Lines(*map(np.append, lines, wholes))
+    which, top, bottom, left, right = _rectangles(lines, widths[of])
+    of, signs = of[which], signs[which]
+    # A corner is one number. Each line of a matrix, and one after the last, has one place more for the ends.
+    spans = widths + 1
+    bases = np.cumsum((-(-lengths // widths) + 1) * spans)
+    bases = np.append(0, bases[:-1])
+    corners = np.concatenate(
+        [bases[of] + row * spans[of] + column for row in (top, bottom) for column in (left, right)]
+    )
+    uneven = uneven_corners(corners[:, None], np.concatenate([signs, -signs, -signs, signs]))[:, 0]
+    bad = np.zeros(len(lengths), bool)
+    bad[np.searchsorted(bases, uneven, side="right") - 1] = True
+    return bad
+
+
+def _widths(lines: _Lines, of: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The stride that most runs of a cluster have; its length where rows have one run each."""
+    widths = lengths.copy()
+    several = np.flatnonzero(lines.counts > 1)
+    order = several[np.lexsort((lines.strides[several], of[several]))]
+    if not len(order):
+        return widths
+    clusters, strides = of[order], lines.strides[order]
+    firsts = np.flatnonzero((np.diff(clusters, prepend=-1) != 0) | (np.diff(strides, prepend=0) != 0))
+    runs = np.add.reduceat(lines.counts[order], firsts)
+    best = np.lexsort((runs, clusters[firsts]))  # the last of each cluster has most
+    widths[clusters[firsts][best]] = strides[firsts][best]
+    return widths
+
+
+def _joined(lines: _Lines, odd: np.ndarray) -> _Lines:
+    """The other rows, and each run of the odd ones as a row."""
+    return _Lines(*map(np.append, lines.pick(~odd), lines.pick(odd).expanded()))
+
+
+def _rectangles(lines: _Lines, width: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Rows as rectangles of matrices that are as wide as their strides.
+
+    Returns:
+        For each rectangle the number of its row, first line, end of lines, first column, and end of columns.
+    """
+    which = np.arange(len(width))
+    row, column = lines.begins // width, lines.begins % width
+    head = np.minimum(lines.numels, width - column)
+    full, tail = np.divmod(lines.numels - head, width)  # a run of one that goes on over whole rows, and into the next
+    after = row + 1 + full
+    zero = np.zeros_like(width)
+    has_full, has_tail = full > 0, tail > 0
+    head_parts = which, row, row + lines.counts, column, column + head
+    full_parts = (part[has_full] for part in (which, row + 1, after, zero, width))
+    tail_parts = (part[has_tail] for part in (which, after, after + lines.counts, zero, tail))
+    return tuple(map(np.concatenate, zip(head_parts, full_parts, tail_parts, strict=True)))

@@ -15,7 +15,7 @@ from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import HpcfsdpError, StateDictError
 from hpcfsdp.reshard.sharded_tensors import check_readable, is_distributed
 from hpcfsdp.state.model import ranks_of_model
-from hpcfsdp.state.sources import is_extra_state
+from hpcfsdp.state.shown import is_extra_state
 from hpcfsdp.state.tensors import Rank0Tensor
 from hpcfsdp.units.flat_unit import units_in
 

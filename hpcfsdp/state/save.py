@@ -21,11 +21,10 @@ from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.sharded_tensors import create_sharded_tensor
 from hpcfsdp.reshard.whole import whole_of
-from hpcfsdp.state.gather import gather, keeping_scratch
 from hpcfsdp.state.settings import StateDictFormat, kind_of, settings_of
 from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.state.shown import StandIn, flat_numel, flat_params_shown, orig_params_shown, shown_for
-from hpcfsdp.state.sources import digest_of
+from hpcfsdp.state.shown import StandIn, digest_of, flat_numel, flat_params_shown, orig_params_shown, shown_for
+from hpcfsdp.state.transfer import gather, keeping_scratch
 from hpcfsdp.state.wrappers import clean_fqn, with_clean_names
 from hpcfsdp.units.flat_unit import FlatUnit, flat_param_name, units_in
 from hpcfsdp.units.mixed_precision import modules_outside

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from hpcfsdp.params.layout import Box, FlatLayout, Run
-from hpcfsdp.reshard.blocks import ShardedBlocks
 from hpcfsdp.reshard.boxes import run_boxes
+from hpcfsdp.reshard.redistribute import ShardedBlocks
 from hpcfsdp.reshard.whole import Staging, forget_memory
 from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor
 from hpcfsdp.units.unit_mesh import Dim, UnitMesh

@@ -16,15 +16,14 @@ from hpcfsdp import _compat
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.params.layout import Box, FlatLayout
-from hpcfsdp.reshard import blocks as resharding, move as moving
+from hpcfsdp.reshard import redistribute as moving
 from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.reshard.sharded_tensors import all_boxes, create_chunk_sharded_tensor, local_blocks, properties_of
-from hpcfsdp.state import scatter as scattering
-from hpcfsdp.state.gather import gather
-from hpcfsdp.state.scatter import scatter
+from hpcfsdp.state import transfer as scattering
 from hpcfsdp.state.settings import StateDictFormat
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import Rank0Tensor
+from hpcfsdp.state.transfer import gather, scatter
 from hpcfsdp.units.groups import resolve_mesh
 
 pytestmark = pytest.mark.ranks(2, 1, 3)
@@ -402,9 +401,9 @@ def test_copies_of_blocks_are_made_when_their_turn_comes(world, plain, monkeypat
         made.clear()
         actual(*arguments)
 
-    actual = resharding.move
+    actual = moving.move
     monkeypatch.setattr(scattering, "_stored", watch)
-    monkeypatch.setattr(resharding, "move", move)
+    monkeypatch.setattr(moving, "move", move)
     example = Example(plain)
     example.check_filled(False, [sharded_in_blocks(v, 3, range(world.size)) if v.ndim else v for v in example.values])
     assert max(alive) == 1

@@ -44,7 +44,7 @@ from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.reshard.whole import as_bytes, checksum
 from hpcfsdp.state.optim.values import digest
-from hpcfsdp.state.sources import is_extra_state
+from hpcfsdp.state.shown import is_extra_state
 from hpcfsdp.world import World, current_world
 
 log = logging.getLogger("hpcfsdp.checkpoint")

@@ -10,7 +10,7 @@ import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointCorruptError
-from hpcfsdp.reshard.hyperslabs import MOST_ELEMENTS, TilingError, byte_ranges, first_untiled
+from hpcfsdp.reshard.tiling import MOST_ELEMENTS, TilingError, byte_ranges, first_untiled
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

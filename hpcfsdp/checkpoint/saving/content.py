@@ -27,8 +27,7 @@ from hpcfsdp.checkpoint.saving.temporary import BytesOf
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.reshard.whole import as_bytes
-from hpcfsdp.state.dtensors import DTensorRanks
-from hpcfsdp.state.model import device_of, model_tensors, stateful_modules
+from hpcfsdp.state.model import DTensorRanks, device_of, model_tensors, stateful_modules
 from hpcfsdp.state.optim.in_file import (
     OptimizerState,
     local_state,
@@ -37,7 +36,7 @@ from hpcfsdp.state.optim.in_file import (
     state_elsewhere,
 )
 from hpcfsdp.state.optim.keys import StepsWholeTensors
-from hpcfsdp.state.sources import digest_of
+from hpcfsdp.state.shown import digest_of
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, refuse_subclasses
 from hpcfsdp.state.wrappers import settle
 

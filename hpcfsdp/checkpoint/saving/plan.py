@@ -17,8 +17,7 @@ from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import levels_of
-from hpcfsdp.reshard.hyperslabs import TilingError, first_untiled
-from hpcfsdp.reshard.tiling import first_fault
+from hpcfsdp.reshard.tiling import TilingError, first_fault, first_untiled
 from hpcfsdp.state.tensors import Runs, StateTensor
 
 SPLIT_BYTES = 1 << 20

@@ -13,15 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictError
-from hpcfsdp.state.dtensors import DTensorRanks
+from hpcfsdp.state.model import DTensorRanks
 from hpcfsdp.state.optim.compare import StateInfo, allgather_state_info, check_same_groups, convert_all_state_info
-from hpcfsdp.state.optim.entry_plan import flatten_zero_dim_tensor_optim_state
-from hpcfsdp.state.optim.keys import FSDPParamInfo, StepsWholeTensors, with_params
+from hpcfsdp.state.optim.keys import FSDPParamInfo, StepsWholeTensors, rekey_sharded_optim_state_dict, with_params
 from hpcfsdp.state.optim.load import allocate_optim_state
-from hpcfsdp.state.optim.load_plan import LoadPlan
-from hpcfsdp.state.optim.local import LocalOptimState
-from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
-from hpcfsdp.state.optim.save import unflatten_param_groups
+from hpcfsdp.state.optim.load_plan import LoadPlan, flatten_zero_dim_tensor_optim_state
+from hpcfsdp.state.optim.save import LocalOptimState, unflatten_param_groups
 from hpcfsdp.state.optim.values import FLAGS, Unpicklable, deep_copy
 from hpcfsdp.state.tensors import Runs, StateTensor, TensorInfo, unsharded
 

@@ -19,16 +19,14 @@ from hpcfsdp.reshard.sharded_tensors import is_distributed
 from hpcfsdp.reshard.whole import fill_block, whole_of
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim.compare import allgather_state_info, check_same_groups, convert_all_state_info
-from hpcfsdp.state.optim.entry_plan import StatePlan
-from hpcfsdp.state.optim.keys import FSDPParamInfo, OptimInput, check_is_state_dict
-from hpcfsdp.state.optim.load_plan import LoadPlan
-from hpcfsdp.state.optim.rekey import rekey_sharded_optim_state_dict
+from hpcfsdp.state.optim.keys import FSDPParamInfo, OptimInput, check_is_state_dict, rekey_sharded_optim_state_dict
+from hpcfsdp.state.optim.load_plan import LoadPlan, StatePlan
 from hpcfsdp.state.optim.values import on_host, place_steps
 from hpcfsdp.state.rank0 import broadcast_tensor, broadcast_values, rank0_tensor
-from hpcfsdp.state.scatter import check_blocks, scatter
 from hpcfsdp.state.settings import optim_format_of
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import Rank0Tensor, mark_whole_state, shape_and_dtype
+from hpcfsdp.state.transfer import check_blocks, scatter
 from hpcfsdp.units.flat_unit import units_in
 
 log = logging.getLogger("hpcfsdp.optim")

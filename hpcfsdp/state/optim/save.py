@@ -1,4 +1,4 @@
-"""The state of an optimizer as that of the whole model's optimizer: compared over ranks, then gathered."""
+"""The state of this rank's optimizer by parameter names of the whole model, compared over ranks, then gathered."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import copy
 import itertools
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,28 +15,286 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp.comm import assert_same, raise_together
+from hpcfsdp.errors import StateDictError
 from hpcfsdp.output.profile import Phase, SimpleProfiler, profile
+from hpcfsdp.reshard.sharded_tensors import check_readable
 from hpcfsdp.reshard.whole import whole_of
-from hpcfsdp.state.gather import gather, keeping_scratch
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim.compare import (
+    RankState,
     StateInfo,
     allgather_state_info,
     check_same_groups,
     convert_all_state_info,
     differing_unsharded,
+    is_zero_dim_tensor,
 )
 from hpcfsdp.state.optim.keys import (
     FSDPParamInfo,
     OptimInput,
+    OptimStateKey,
     ParamKey,
     StepsWholeTensors,
+    check_is_state_dict,
+    describe,
+    get_fqn_to_fsdp_param_info,
+    get_param_to_fqns,
+    is_named_optimizer,
+    map_param_key_to_optim_keys,
+    resolve_param_keys,
     sorted_items,
     with_params,
 )
-from hpcfsdp.state.optim.local import FlatParamState, LocalOptimState
+from hpcfsdp.state.optim.values import Unpicklable, check_nested, deep_copy, picklable
 from hpcfsdp.state.settings import StateDictFormat, optim_format_of
+from hpcfsdp.state.shards import LocalShards
+from hpcfsdp.state.tensors import is_whole_state
+from hpcfsdp.state.transfer import gather, keeping_scratch
+from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.units.flat_unit import units_in
+
+
+@dataclass
+class FlatParamState:
+    """This rank's state of the parameters in a flat parameter.
+
+    Attributes:
+        shards: by name and dtype, state with a value for each element of the parameters.
+        whole: by parameter, tensors of other shapes, of parameters that somebody steps whole; the same on all ranks.
+        scalars, others: by parameter, tensors without dimensions, and what is no tensor; the same on all ranks.
+    """
+
+    shards: dict[tuple[str, torch.dtype], LocalShards] = field(default_factory=dict)
+    whole: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    others: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], merged: Mapping[str, StateInfo]
+    ) -> FlatParamState:
+        """Not collective.
+
+        Args:
+            states: this rank's, by the first parameter that an entry is for.
+            merged: those of all ranks, see ``convert_all_state_info``: for parameters without elements on this rank.
+        """
+        found, slots = cls(), info.layout.slots
+        runs: dict[tuple[str, torch.dtype], list[torch.Tensor | None]] = {}
+        for index, slot in enumerate(slots):
+            fqn = slot.fqn
+            state = states.get(fqn if info.flat.use_orig_params else slots[0].fqn, {})
+            if info.flat.use_orig_params and info.is_empty_on(fqn, info.comm.rank):
+                state = _of_no_elements(merged.get(fqn), state, info.flat.parameter)
+            for name, value in sorted_items(state):
+                if is_zero_dim_tensor(value):
+                    found.scalars.setdefault(fqn, {})[name] = value
+                elif not isinstance(value, torch.Tensor):
+                    found.others.setdefault(fqn, {})[name] = value
+                elif is_whole_state(value) or (info.shows_whole(fqn) and value.shape != slot.shape):
+                    found.whole.setdefault(fqn, {})[name] = value
+                else:
+                    own = runs.setdefault((name, value.dtype), [None] * len(slots))
+                    own[index] = value.detach().reshape(-1)
+        for kind in sorted(runs, key=str):  # all ranks gather in this order
+            found.shards[kind] = LocalShards(info.layout, runs[kind], whole_shard=not info.flat.use_orig_params)
+        return found
+
+
+def _of_no_elements(info: StateInfo | None, held: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """The state of a parameter without elements on this rank: that of other ranks, without elements.
+
+    No rank has compared the state `held` here; it is used where other ranks cannot send theirs.
+    """
+    if info is None:
+        return {}
+    tensors = {
+        name: held[name] if is_whole_state(held.get(name)) else param.new_empty(0, dtype=tensor.dtype)
+        for name, tensor in info.tensors.items()
+    }
+    others = {
+        name: held.get(name, value) if isinstance(value, Unpicklable) else value
+        for name, value in info.non_tensors.items()
+    }
+    return {**tensors, **info.scalar_tensors, **others}
+
+
+class LocalOptimState:
+    """The state of this rank's optimizer, by names that all ranks know.
+
+    Attributes:
+        infos: the flat parameter of each sharded parameter, by name.
+        params: of the optimizer, by their keys; `fqns` are their names.
+        states: of sharded parameters, by the first name.
+        unsharded: of all others, by their name.
+        users: entries that belong to no parameter.
+        groups: the optimizer's; None if the state dict has none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: torch.optim.Optimizer | None,
+        optim_state_dict: Any,
+        optim_input: OptimInput = None,
+        *,
+        in_file: bool = False,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            in_file: whether names are those of a checkpoint, see ``state.model.flat_params``.
+
+        Raises:
+            StateDictError: the state dict is not the optimizer's, or has a value that cannot be copied or divided.
+        """
+        check_is_state_dict(optim_state_dict)
+        self.infos = get_fqn_to_fsdp_param_info(model, optim, in_file=in_file)
+        self.fqns = get_param_to_fqns(model, self.infos, in_file=in_file)
+        named = is_named_optimizer(optim_state_dict)
+        self.params: Mapping[ParamKey, nn.Parameter] = resolve_param_keys(
+            model, optim, optim_input, is_named_optimizer=named
+        )
+        keys = map_param_key_to_optim_keys(self.params, self.fqns, self.infos)
+        optim_state_dict = with_keys_of(self.params, optim_state_dict) if named else optim_state_dict
+        given = optim_state_dict["state"]
+        self.states: dict[str, Mapping[str, Any]] = {}
+        self.unsharded: dict[str, Mapping[str, Any]] = {}
+        for key, own_key in keys.items():
+            state = given.get(own_key)
+            if state is not None and not isinstance(state, Mapping):
+                raise StateDictError(
+                    f"the optimizer's state of {key.unflat_param_names[0]!r} is a dict of names and values, not "
+                    f"{describe(state)}"
+                )
+            if state:
+                self._add(key, state)
+        self.users = {key: _copied_or_tensor((key,), value) for key, value in given.items() if key not in self.params}
+        self.groups = optim_state_dict.get("param_groups")
+        for group in self.groups or ():
+            for hyper, value in group.items():
+                deep_copy(f"{hyper!r} of a parameter group", value)
+        strangers = [key for key in self.users if isinstance(key, int)]
+        strangers += [key for group in self.groups or () for key in group["params"] if key not in self.params]
+        if strangers:
+            raise StateDictError(
+                f"the optimizer's state dict holds parameter {strangers[0]!r}, but the optimizer has only "
+                f"{len(self.params)} parameter(s): pass the state dict of this optimizer"
+            )
+
+    def _add(self, key: OptimStateKey, state: Mapping[str, Any]) -> None:
+        name = key.unflat_param_names[0]
+        check_nested(name, state)
+        # Copied now, so that a value that cannot be copied is an error that all ranks raise.
+        state = {key: _copied_or_tensor((name, key), value) for key, value in state.items()}
+        if not key.is_fsdp_managed:
+            self.unsharded[name] = state
+            return
+        check_state_shapes(self.infos[name], name, state)
+        self.states[name] = state
+
+    def flat_param_states(self, merged: Mapping[str, StateInfo]) -> list[tuple[FSDPParamInfo, FlatParamState]]:
+        """Not collective. The state of each flat parameter, in the order of the model, which all ranks have."""
+        infos = dict.fromkeys(self.infos.values())
+        return [(info, FlatParamState.of(info, self.states, merged)) for info in infos]
+
+    def check_is_first(self) -> None:
+        """Refuse units if the first rank of the model cannot get their state."""
+        for name, info in self.infos.items():
+            if not info.mesh.is_first():
+                raise StateDictError(
+                    f"rank 0 is not the first of the ranks that {name!r} is sharded over, and cannot get its state "
+                    "alone: use rank0_only=False, or a sharded state dict"
+                )
+
+    def check_is_known(self, merged: Mapping[str, StateInfo], empty: Collection[str]) -> None:
+        """Refuse values that this rank would have to show, and that other ranks cannot send."""
+        for fqn in sorted(empty):
+            for name, value in merged[fqn].non_tensors.items() if fqn in merged else ():
+                if isinstance(value, Unpicklable) and name not in self.states.get(fqn, {}):
+                    raise StateDictError(
+                        f"optimizer state {name!r} of {fqn!r} is {value}, but rank {self.infos[fqn].comm.rank} needs "
+                        "it and has no elements of the parameter: make the class picklable, or use "
+                        "use_orig_params=False"
+                    )
+
+    def to_message(self) -> RankState:
+        """The message to other ranks."""
+        groups = []
+        for group in self.groups or ():
+            names = [name for key in group["params"] for name in self.fqns[self.params[key]] if name in self.infos]
+            groups.append((names, {key: picklable(value) for key, value in group.items() if key != "params"}))
+        empty = {
+            name
+            for name, info in self.infos.items()
+            if info.flat.use_orig_params and info.is_empty_on(name, info.comm.rank)
+        }
+        states, unsharded = (
+            {name: StateInfo.of(state) for name, state in states.items()} for states in (self.states, self.unsharded)
+        )
+        order = [([n for key in g["params"] for n in self.fqns[self.params[key]]], list(g)) for g in self.groups or ()]
+        return RankState(groups, states, empty, unsharded, list(self.infos), order=order)
+
+    def reorder_groups(self) -> None:
+        """Sort groups in an order that all ranks know: parameters as in the model, keys by their names."""
+        places = {param: place for place, param in enumerate(self.fqns)}
+
+        def reordered(group: Mapping[str, Any]) -> dict[str, Any]:
+            params = sorted(group["params"], key=lambda key: places[self.params[key]])
+            return {"params": params, **{key: group[key] for key in sorted(group, key=str) if key != "params"}}
+
+        self.groups = None if self.groups is None else [reordered(group) for group in self.groups]
+
+
+def check_state_shapes(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any]) -> None:
+    """Refuse state that has neither one value nor one for each element of the tensor that the optimizer steps.
+
+    Args:
+        fqn: of a parameter that is stepped by itself, or of the first one in a flat parameter.
+
+    Raises:
+        StateDictError: with both shapes.
+    """
+    if info.shows_whole(fqn):
+        return
+    shape = tuple(info.flat.parameter.shape)
+    if info.keeps_shapes:
+        shape = info.layout.by_name[fqn].shape
+    elif info.flat.use_orig_params:
+        run = info.layout.param_run(fqn, info.comm.rank)
+        shape = (run.numel if run else 0,)
+    for name, value in state.items():
+        if is_whole_state(value):
+            continue
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) != shape:
+            raise StateDictError(
+                f"optimizer state {name!r} of {fqn!r} has shape {tuple(value.shape)}, but must be a scalar or have "
+                f"the shape of the parameter that the optimizer steps, {shape}"
+            )
+
+
+def with_keys_of(params: Mapping[ParamKey, nn.Parameter], optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict with the keys of an optimizer with names; either may have names of wrappers in them."""
+    known = {clean_fqn(str(key)): key for key in params}
+
+    def rename(key: Any) -> Any:
+        return key if key in params or not isinstance(key, str) else known.get(clean_fqn(key), key)
+
+    groups = [
+        {**group, "params": [rename(key) for key in group["params"]]}
+        for group in optim_state_dict.get("param_groups", ())
+    ]
+    renamed = {rename(key): value for key, value in optim_state_dict["state"].items()}
+    return {"state": renamed, **({"param_groups": groups} if "param_groups" in optim_state_dict else {})}
+
+
+def _copied_or_tensor(names: tuple[Any, ...], value: Any) -> Any:
+    """A copy of a value, with its `names` for errors; a tensor itself, if it can be copied later."""
+    if isinstance(value, torch.Tensor):
+        check_readable("/".join(map(str, names)), value)
+        return value
+    return deep_copy(" of ".join(map(repr, reversed(names))), value)
+
 
 log = logging.getLogger("hpcfsdp.optim")
 

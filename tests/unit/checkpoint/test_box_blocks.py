@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import levels_of
-from hpcfsdp.reshard.hyperslabs import first_untiled
+from hpcfsdp.reshard.tiling import first_untiled
 from tests.unit.checkpoint.examples import grids, part
 
 

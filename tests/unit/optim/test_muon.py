@@ -9,7 +9,7 @@ from torch import nn
 
 from hpcfsdp.errors import UsageError
 from hpcfsdp.optim import Muon
-from hpcfsdp.optim.newton_schulz import orthogonalize
+from hpcfsdp.optim.muon import orthogonalize
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 SHAPES = [(6, 4), (4, 6), (6, 4), (5, 5), (6, 4), (1, 7)]

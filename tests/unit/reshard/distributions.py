@@ -3,8 +3,7 @@
 import math
 
 from hpcfsdp.params.layout import Box, Run
-from hpcfsdp.reshard.boxes import chunk_box, whole_box
-from hpcfsdp.reshard.runs import cut_runs
+from hpcfsdp.reshard.boxes import chunk_box, cut_runs, whole_box
 
 
 def whole_runs(shapes):

@@ -12,8 +12,7 @@ from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.state.optim.keys import FSDPParamInfo, get_fqn_to_fsdp_param_info
-from hpcfsdp.state.optim.local import FlatParamState
-from hpcfsdp.state.optim.save import communicate_optim_state
+from hpcfsdp.state.optim.save import FlatParamState, communicate_optim_state
 from hpcfsdp.state.settings import StateDictFormat
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.units.groups import resolve_mesh

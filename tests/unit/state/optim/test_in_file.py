@@ -7,7 +7,7 @@ from torch import nn
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.state.dtensors import DTensorRanks
+from hpcfsdp.state.model import DTensorRanks
 from hpcfsdp.state.optim import in_file
 from hpcfsdp.state.optim.in_file import OptimizerRestore, local_state
 from hpcfsdp.state.tensors import TensorInfo

@@ -10,11 +10,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.params.layout import FlatLayout
-from hpcfsdp.reshard import owner_moves
+from hpcfsdp.reshard import owners as owner_moves
 from hpcfsdp.reshard.boxes import whole_box
-from hpcfsdp.reshard.cuts import BlockCut, FlatCut, Lattice
-from hpcfsdp.reshard.owner_moves import OwnerMoves
-from hpcfsdp.reshard.owners import choose_owners
+from hpcfsdp.reshard.owners import BlockCut, FlatCut, Lattice, OwnerMoves, choose_owners
 from hpcfsdp.reshard.placements import mesh_blocks
 from tests.unit.reshard.layouts import VALUES, layout_of
 

@@ -11,7 +11,8 @@ from hpcfsdp.state.optim.compare import (
     convert_all_state_info,
     same,
 )
-from hpcfsdp.state.optim.entry_plan import (
+from hpcfsdp.state.optim.load import flatten_optim_state
+from hpcfsdp.state.optim.load_plan import (
     StatePlan,
     elementwise_names,
     flatten_non_tensor_optim_state,
@@ -19,7 +20,6 @@ from hpcfsdp.state.optim.entry_plan import (
     plan_flat_state,
     plan_orig_state,
 )
-from hpcfsdp.state.optim.load import flatten_optim_state
 from hpcfsdp.state.tensors import Rank0Tensor, TensorInfo
 from tests.unit.state.optim.examples import (
     NO_SHARD,

@@ -1,0 +1,345 @@
+"""Shards gathered into the tensors of a state dict, and filled from them.
+
+Tensors are whole on all ranks, whole on rank 0, or in chunks of rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor
+
+from hpcfsdp._compat import ShardedTensor
+from hpcfsdp.comm import Communicator
+from hpcfsdp.errors import StateDictError
+from hpcfsdp.output.profile import Phase, profile
+from hpcfsdp.params.layout import Box, Run
+from hpcfsdp.reshard.boxes import chunk_box, whole_box
+from hpcfsdp.reshard.placements import mesh_blocks
+from hpcfsdp.reshard.redistribute import BoxesOf, ShardedBlocks, batches
+from hpcfsdp.reshard.sharded_tensors import (
+    all_boxes,
+    create_chunk_dtensor,
+    create_chunk_sharded_tensor,
+    is_distributed,
+    local_blocks,
+    properties_of,
+    ranks_of_tensor,
+)
+from hpcfsdp.reshard.tiling import find_fault
+from hpcfsdp.state.settings import StateDictFormat
+from hpcfsdp.state.shards import LocalShards
+from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
+from hpcfsdp.units.unit_mesh import Dim, UnitMesh
+
+
+@torch.no_grad()
+def gather(
+    mesh: UnitMesh, parts: LocalShards, dtype: torch.dtype, device: torch.device, form: StateDictFormat
+) -> list[Any]:
+    """Collective over a replica of the unit. What a state dict shows of `parts`, for each slot; None for nothing.
+
+    Results are new memory. Beyond it this allocates one gathered flat parameter where all ranks get whole tensors, and
+    otherwise a few parameters.
+
+    Args:
+        dtype, device: of the parts. Chunks of a sharded result are stored there, too, unless they are offloaded.
+        form: ranks that it leaves out get None for all slots, and need not call this if they are of another replica.
+    """
+    target = form.device(device)
+    if form.sharded and mesh.strategy is not ShardingStrategy.NO_SHARD:
+        found = _gather_chunks(mesh, parts, dtype, target, form)
+    elif form.rank0_only:
+        found = _gather_to_rank0(mesh, parts, dtype, target) if form.is_made_by(mesh) else {}
+    elif mesh.tensor is None:
+        found = _gather_everywhere(mesh.shard, parts, dtype, target)
+    else:
+        found = _gather_everywhere(mesh.shard, parts, dtype, mesh.tensor.device)
+        found = {index: _join_blocks(mesh.tensor, parts, index, block).to(target) for index, block in found.items()}
+    return [found.get(index) for index in range(len(parts.layout.slots))]
+
+
+def _gather_to_rank0(
+    mesh: UnitMesh, parts: LocalShards, dtype: torch.dtype, target: torch.device
+) -> dict[int, torch.Tensor]:
+    """Collective over the first replica. Whole tensors on its first rank, nothing on the others."""
+    blocks, slots = parts.over(mesh, "shard", "tensor"), parts.layout.slots
+
+    def boxes(rank: int, index: int) -> Sequence[Box]:
+        return [whole_box(slots[index].whole_shape)] if blocks.places[rank] == (0, 0) else ()
+
+    return _gather_boxes(blocks, parts, parts.present, boxes, dtype, target)
+
+
+def _gather_boxes(
+    blocks: ShardedBlocks,
+    parts: LocalShards,
+    chosen: Collection[int],
+    boxes: BoxesOf,
+    dtype: torch.dtype,
+    target: torch.device,
+) -> dict[int, torch.Tensor]:
+    """Collective over the ranks of `blocks`. The one box that this rank gets of each of the `chosen` slots, if any."""
+    found = {
+        index: torch.empty(box.sizes, dtype=dtype, device=target)
+        for index in chosen
+        for box in boxes(blocks.comm.rank, index)
+    }
+    if chosen:
+        shards = {index: parts.tensors[index] for index in chosen}
+        blocks.gather(shards, boxes, {index: tensor.view(-1) for index, tensor in found.items()}, dtype)
+    return found
+
+
+def _gather_everywhere(
+    comm: Communicator, parts: LocalShards, dtype: torch.dtype, target: torch.device
+) -> dict[int, torch.Tensor]:
+    """Collective over the shards. Whole tensors, or whole blocks of them, on all ranks."""
+    layout, present = parts.layout, parts.present
+    if not present:
+        return {}
+    if comm.size == 1:
+        found = {index: torch.empty(layout.slots[index].shape, dtype=dtype, device=target) for index in present}
+        for index, piece in parts.pieces(0).items():
+            found[index].copy_(piece.tensor.view(found[index].shape))
+        return found
+    shard, full = parts.assembled(comm.rank, comm.device, dtype), _scratch(layout.padded_numel, dtype, comm.device)
+    comm.all_gather_into_tensor(full, shard)
+    with profile(Phase.DEVICE_TO_HOST, full.nbytes) if target.type != full.device.type else contextlib.nullcontext():
+        chosen = ((index, layout.slots[index]) for index in present)
+        return {index: full[slot.offset : slot.end].view(slot.shape).to(target, copy=True) for index, slot in chosen}
+
+
+def _join_blocks(comm: Communicator, parts: LocalShards, index: int, local: torch.Tensor) -> torch.Tensor:
+    """Collective over the tensor-parallel ranks. The whole of a slot that they may have cut into blocks."""
+    slot, block = parts.layout.slots[index], parts.layout.slots[index].block
+    if not slot.is_cut:
+        return local
+    boxes = [box if rank in block.owners else Box((0,), (0,)) for rank, box in enumerate(block.boxes)]
+    outputs = [local.new_empty(box.sizes) for box in boxes]
+    comm.all_gather(outputs, local.contiguous() if comm.rank in block.owners else local.new_empty(0))
+    whole = local.new_empty(block.shape)
+    for rank in block.owners:
+        whole[block.boxes[rank].slices].copy_(outputs[rank])
+    return whole
+
+
+@contextlib.contextmanager
+def keeping_scratch() -> Iterator[None]:
+    """A context in which memory for what is gathered is allocated once, as large as the largest flat parameter.
+
+    New memory costs the host as much as the copy that comes after.
+    """
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+_kept: contextvars.ContextVar[dict[torch.device, torch.Tensor] | None] = contextvars.ContextVar("scratch", default=None)
+
+
+def _scratch(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    kept, nbytes = _kept.get(), numel * dtype.itemsize
+    if kept is None:
+        return torch.empty(numel, dtype=dtype, device=device)
+    if device not in kept or kept[device].numel() < nbytes:
+        kept[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return kept[device][:nbytes].view(dtype)
+
+
+def _gather_chunks(
+    mesh: UnitMesh, parts: LocalShards, dtype: torch.dtype, target: torch.device, form: StateDictFormat
+) -> dict[int, Any]:
+    """Collective over a replica. Each tensor as this rank's chunk of its rows; one without dimensions as it is."""
+    slots, present = parts.layout.slots, parts.present
+
+    def chunk(rank: int, index: int) -> Sequence[Box]:
+        shape = slots[index].shape
+        box = chunk_box(shape, mesh.shard.size, rank) if shape else Box((), ())
+        return () if box is None else (box,)
+
+    uncut, cut = ([index for index in present if slots[index].is_cut is is_cut] for is_cut in (False, True))
+    local = _gather_boxes(parts.over(mesh, "shard"), parts, uncut, chunk, dtype, target)
+    if cut:
+        local |= _gather_boxes(
+            parts.over(mesh, "shard", "tensor"), parts, cut, _chunks_of_blocks(mesh, parts, cut), dtype, target
+        )
+    found: dict[int, Any] = {}
+    for index in present:
+        shape = slots[index].whole_shape
+        described = local.get(index), shape, dtype, target
+        if not shape:
+            found[index] = local[index]
+        elif mesh.device_mesh is not None or mesh.tensor is not None or form.dtensor:
+            found[index] = create_chunk_dtensor(*described, *mesh.placed(slots[index].block))
+        else:
+            ranks = mesh.ranks("shard")
+            found[index] = create_chunk_sharded_tensor(*described, mesh.process_group(), ranks)
+    return found
+
+
+def _chunks_of_blocks(mesh: UnitMesh, parts: LocalShards, cut: Collection[int]) -> BoxesOf:
+    """Collective over the ranks of the unit, the first time. The chunks of parameters that are cut twice."""
+    ranks, tables = mesh.ranks("shard", "tensor"), {}
+    for index in cut:
+        slot = parts.layout.slots[index]
+        device_mesh, placements = mesh.placed(slot.block)
+        tables[index] = mesh_blocks(slot.whole_shape, device_mesh.mesh, placements)
+    return lambda rank, index: [tables[index][ranks[rank]]]
+
+
+@torch.no_grad()
+def scatter(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> None:
+    """Collective over the ranks of `mesh`, unless all of `values` are plain tensors. The way back from ``gather``.
+
+    Args:
+        parts: filled, converting to their dtype. What belongs to no slot is left alone.
+        values: for each slot a tensor that every rank has whole, a ``ShardedTensor`` or ``DTensor`` over
+            ``mesh.dtensor_ranks``, a ``Rank0Tensor``, or None to leave it alone; on all ranks alike, of the slot's
+            shape.
+
+    Raises:
+        StateDictError: a distributed tensor is on other ranks, or not all of it on these, or it is a ``DTensor`` of
+            a placement that is no block of values. Raised by all ranks, before anything is filled.
+    """
+    values = [_local_if_replicated(mesh, value) for value in values]
+    tables: dict[tuple[Dim, ...], dict[int, list[list[Box]]]] = {}
+    for index, (slot, value) in enumerate(zip(parts.layout.slots, values, strict=True)):
+        if is_distributed(value):
+            across = mesh.tensor is not None and not lies_on_dtensor_ranks(mesh, value)
+            dims: tuple[Dim, ...] = (mesh.dtensor_dim, "tensor") if across else (mesh.dtensor_dim,)
+            tables.setdefault(dims, {})[index] = _boxes_by_rank(slot.fqn, value, mesh.ranks(*dims))
+    for run in parts.runs(mesh.shard.rank):
+        value, slot = values[run.index], parts.layout.slots[run.index]
+        if isinstance(value, torch.Tensor) and not is_distributed(value):
+            own = value[slot.block.box.slices] if slot.is_cut else value
+            _place(parts, run).copy_(_flat(own)[run.start : run.start + run.numel])
+    for dims, boxes in tables.items():
+        blocks = parts.over(mesh, *dims)
+        _scatter_boxes(blocks, parts, values, boxes, lambda rank, index, boxes=boxes: boxes[index][rank])
+    from_rank0 = [index for index, value in enumerate(values) if isinstance(value, Rank0Tensor)]
+    if from_rank0:
+        _scatter_from_rank0(mesh, parts, values, from_rank0)
+
+
+def _scatter_from_rank0(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any], chosen: Collection[int]) -> None:
+    """Collective over the ranks of `mesh`. Fill the first replica from its first rank, then the others from it."""
+    if mesh.is_first("replicate"):
+        blocks, slots = parts.over(mesh, "shard", "tensor"), parts.layout.slots
+
+        def boxes(rank: int, index: int) -> Sequence[Box]:
+            return [whole_box(slots[index].whole_shape)] if blocks.places[rank] == (0, 0) else ()
+
+        _scatter_boxes(blocks, parts, values, chosen, boxes)
+    if mesh.size("replicate") > 1:
+        _copy_from_first_replica(mesh, parts, chosen)
+
+
+def _scatter_boxes(
+    blocks: ShardedBlocks,
+    parts: LocalShards,
+    values: Sequence[Any],
+    chosen: Collection[int],
+    boxes: BoxesOf,
+) -> None:
+    """Collective over the ranks of `blocks`. Fill the `chosen` slots from values that have `boxes` on ranks."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index in sorted(chosen):
+        by_dtype.setdefault(shape_and_dtype(values[index])[1], []).append(index)
+    for dtype, alike in by_dtype.items():
+        shards = {index: parts.tensors[index] for index in alike}
+        blocks.scatter(lambda index: _stored(values[index]), boxes, shards, dtype)
+
+
+def _copy_from_first_replica(mesh: UnitMesh, parts: LocalShards, chosen: Collection[int]) -> None:
+    """Collective over ``mesh.replicate``. The runs of `chosen` slots, a batch at a time."""
+    replicate, runs = mesh.replicate, [run for run in parts.runs(mesh.shard.rank) if run.index in chosen]
+    by_dtype: dict[torch.dtype, list[Run]] = {}
+    for run in runs:
+        by_dtype.setdefault(parts.tensors[run.index].dtype, []).append(run)
+    groups = batches([slot.numel for slot in parts.layout.slots])
+    for group, alike in ((group, alike) for group in groups for alike in by_dtype.values()):
+        places = [_place(parts, run) for run in alike if run.index in group]
+        if places:
+            packed = torch.cat(places).to(replicate.device)
+            replicate.broadcast(packed, 0)
+            for place, values in zip(places, packed.split([place.numel() for place in places]), strict=True):
+                place.copy_(values)
+
+
+def lies_on_dtensor_ranks(mesh: UnitMesh, value: ShardedTensor | DTensor) -> bool:
+    """Whether a distributed tensor is on ``mesh.dtensor_ranks`` alone: other tensor-parallel ranks have one like it.
+
+    Not collective, once these ranks know each other's names.
+    """
+    return set(mesh.ranks(mesh.dtensor_dim)).issuperset(ranks_of_tensor(value))
+
+
+def check_blocks(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int]) -> None:
+    """Check that the ranks that share a unit have all of a distributed tensor. Not collective.
+
+    Args:
+        ranks: those of the world, see ``UnitMesh.ranks``.
+
+    Raises:
+        StateDictError: they have not all of it, or it is a ``DTensor`` that is not made of blocks.
+    """
+    try:
+        boxes = all_boxes(value)
+    except ValueError as error:
+        raise StateDictError(f"{key!r}: {error}") from None
+    if not _is_tiled(properties_of(value)[0], frozenset(box for rank in ranks for box in boxes.get(rank, ()))):
+        raise StateDictError(
+            f"{key!r}: its {type(value).__name__} is on the ranks {sorted(boxes)}, but the ranks of the model "
+            f"({sorted(ranks)}) do not hold all of it: load it for these ranks, or gather it"
+        )
+
+
+@functools.lru_cache(maxsize=256)  # a model has few shapes, and many tensors
+def _is_tiled(shape: tuple[int, ...], boxes: frozenset[Box]) -> bool:
+    return find_fault(shape, list(boxes)) is None
+
+
+def _boxes_by_rank(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int]) -> list[list[Box]]:
+    """The boxes of a distributed tensor, for each of `ranks`; of replicas, those of the first rank alone."""
+    check_blocks(key, value, ranks)
+    everywhere, seen, found = all_boxes(value), set[Box](), []
+    for rank in ranks:
+        boxes = everywhere.get(rank, [])
+        found.append([] if seen.issuperset(boxes) else boxes)
+        seen.update(boxes)
+    return found
+
+
+def _local_if_replicated(mesh: UnitMesh, value: Any) -> Any:
+    """The plain tensor of a ``DTensor`` that every rank has whole, which needs no communication; else the value."""
+    if isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements):
+        members = set(value.device_mesh.mesh.flatten().tolist())
+        if members.issuperset(mesh.ranks(mesh.dtensor_dim)):
+            return value.to_local()
+    return value
+
+
+def _stored(value: Any) -> torch.Tensor | None:
+    """This rank's memory of a distributed tensor, block after block, or of a ``Rank0Tensor``; 1-D."""
+    if isinstance(value, Rank0Tensor):
+        return None if value.tensor is None else _flat(value.tensor)
+    blocks = [_flat(block) for _, block in local_blocks(value)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else None
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1)
+
+
+def _place(parts: LocalShards, run: Run) -> torch.Tensor:
+    """The memory of a run, as a view."""
+    return parts.tensors[run.index][run.offset : run.offset + run.numel]
