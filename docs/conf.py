@@ -1,13 +1,16 @@
 """The documentation site: ``make docs``. Warnings are errors."""
 
+import argparse
 import dataclasses
 import importlib
+import re
 import typing
 
 import docstring_parser
 from sphinx.util.docutils import SphinxDirective
 
 from hpcfsdp import __version__
+from hpcfsdp.cli.main import VERBS
 
 project = "hpcfsdp"
 author = "The hpcfsdp developers"
@@ -59,6 +62,38 @@ def _rows(kind, prefix=""):
         yield f"| `{prefix}{field.name}` | {shown} | `{default}` | {text} |\n"
 
 
+class CommandHelp(SphinxDirective):
+    """What a verb of the command line does, its arguments and its examples, from its parser."""
+
+    required_arguments = 1
+
+    def run(self):
+        module = importlib.import_module(VERBS[self.arguments[0]][0])
+        parser = module.parser()
+        is_listed = hasattr(parser, "examples")  # the parser of ``train`` lists the keys of its configuration
+        examples = "\n".join(f"$ {line}" for line in (parser.examples if is_listed else module.EXAMPLES))
+        text = f"{_escaped(parser.description)}\n\n{''.join(_arguments(parser))}\n" if is_listed else ""
+        return self.parse_text_to_nodes(f"{text}```console\n{examples}\n```\n")
+
+
+def _arguments(parser):
+    for action in sorted(parser._actions, key=lambda action: bool(action.option_strings)):
+        if isinstance(action, argparse._HelpAction) or not action.help:
+            continue
+        value = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else "")
+        value = value if action.nargs != 0 else ""
+        name = " ".join(filter(None, [", ".join(action.option_strings), str(value)]))
+        name += "..." if action.nargs in ("*", "+") else ""
+        text = _escaped(action.help)
+        cases = "".join(f"  - {case}\n" for case in text.split("; ")) if len(text) > 500 else ""
+        yield f"- `{name}`:\n{cases}" if cases else f"- `{name}`: {text}\n"
+
+
+def _escaped(text):
+    """Text as Markdown, with options as code: their dashes would become one."""
+    return re.sub(r"(--[\w-]+)", r"`\1`", " ".join(text.split()).replace("*", "\\*").replace("<", "\\<"))
+
+
 def _keep_colons(app, what, name, obj, options, lines):
     """Undo napoleon, which takes the text before a colon in an attribute's docstring for its type."""
     kinds = [place for place, line in enumerate(lines) if line.startswith(":type: ")]
@@ -69,4 +104,5 @@ def _keep_colons(app, what, name, obj, options, lines):
 
 def setup(app):
     app.add_directive("configuration-keys", ConfigurationKeys)
+    app.add_directive("command-help", CommandHelp)
     app.connect("autodoc-process-docstring", _keep_colons, priority=900)
