@@ -1,10 +1,13 @@
 """Which tests of tests/mpi run under which numbers of ranks.
 
-``pytest.mark.ranks(2, 3)``: under the first number all cases of the test; under the others a few of them, in which
-each value of each parameter occurs. A number of ranks that a test does not name leaves it out, which is no skip.
+``pytest.mark.ranks(2, 3)``: each case of the test runs once, under one of these numbers; a test without parameters
+under the first. Tests of a transport (``pytest.mark.transport``), and all tests with ``--more-ranks``, run under all
+of their numbers: all cases under the first, and under the others a few, in which each value of each parameter occurs.
+A number of ranks that a test does not name leaves it out, which is no skip.
 """
 
 import collections
+import zlib
 
 DEFAULT = (2, 3)
 """Two ranks are the fewest that exchange something; with three, neighbours differ and sizes do not divide."""
@@ -27,6 +30,27 @@ def ranks_of(item):
     if "'two nodes'" in values and 4 not in ranks:
         return (*ranks, 4)
     return ranks
+
+
+def chosen(items, size, more=False):
+    """The tests of `items` that run under `size` ranks; the same on every rank.
+
+    Args:
+        more: under all numbers of ranks that a test names, not under one.
+    """
+    here = [(item, ranks_of(item)) for item in items]
+    several = {item for item, _ in here if more or item.get_closest_marker("transport")}
+    thinned = set(each_value_once([item for item, ranks in here if item in several and size in ranks[1:]]))
+    return [
+        item
+        for item, ranks in here
+        if item in thinned or size == (ranks[0] if item in several else _one_of(ranks, item))
+    ]
+
+
+def _one_of(ranks, item):
+    """The number of ranks for one case; cases of a test are spread evenly, whatever the order of their parameters."""
+    return ranks[zlib.crc32(item.nodeid.encode()) % len(ranks)] if hasattr(item, "callspec") else ranks[0]
 
 
 def each_value_once(items):

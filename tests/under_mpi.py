@@ -17,7 +17,7 @@ import torch
 
 import hpcfsdp
 from hpcfsdp.launch.job import load_mpi
-from tests.selection import each_value_once, ranks_of
+from tests.selection import chosen
 
 __all__ = [
     "pytest_addoption",
@@ -58,6 +58,7 @@ def pytest_report_header():
 
 
 def pytest_addoption(parser):
+    parser.addoption("--more-ranks", action="store_true", help="each test under all numbers of ranks that it is for")
     parser.addoption("--any-ranks", action="store_true", help="all tests, whatever numbers of ranks they are for")
 
 
@@ -68,9 +69,7 @@ def pytest_collection_modifyitems(config, items):
         item.add_marker(pytest.mark.mpi)
     if config.getoption("any_ranks"):
         return
-    here = [item for item in items if COMM.size in ranks_of(item)]
-    thinned = set(each_value_once([item for item in here if ranks_of(item)[0] != COMM.size]))
-    kept = [item for item in here if ranks_of(item)[0] == COMM.size or item in thinned]
+    kept = chosen(items, COMM.size, config.getoption("more_ranks"))
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
 
