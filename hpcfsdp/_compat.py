@@ -8,7 +8,7 @@ import json
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -386,13 +386,6 @@ def is_policy_object(policy: Any) -> bool:
     from torch.distributed.fsdp.wrap import _Policy
 
     return isinstance(policy, _Policy)
-
-
-def tensors_of(value: Any) -> Iterable[torch.Tensor] | None:
-    """The tensors of a container that torch's pytree registry knows; None for other types."""
-    if type(value) not in _pytree.SUPPORTED_NODES:
-        return None
-    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def is_registered(kind: type) -> bool:

@@ -168,8 +168,8 @@ class Recorder:
         if self.traces:
             self.spans.append(Span(f"{track} waits", why, begin, end))
 
-    def change_phase(self, unit: str, before: str, after: str) -> None:
-        """A unit goes from one phase to another, see ``engine.phase``. Its backward lasts while it recomputes."""
+    def change_state(self, unit: str, before: str, after: str) -> None:
+        """A unit goes from one ``TrainingState`` to another. Its backward lasts while it recomputes."""
         if not self.traces:
             return
         now = self.now()

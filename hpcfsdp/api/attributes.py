@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from hpcfsdp import _compat
-from hpcfsdp.engine.phase import Phase
+from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.units.flat_unit import FlatUnit
 
@@ -83,9 +83,11 @@ class PublicAttributes:
     def training_state(self) -> Any:
         """One of torch's ``TrainingState``."""
         states = _compat.training_states()
-        if self._unit.phase is Phase.IDLE:
+        if self._unit.is_idle:
             return states.IDLE
-        return states.SUMMON_FULL_PARAMS if self._unit.phase is Phase.SUMMON else states.FORWARD_BACKWARD
+        return (
+            states.SUMMON_FULL_PARAMS if self._unit.training_state is TrainingState.SUMMON else states.FORWARD_BACKWARD
+        )
 
     @property
     def params(self) -> list[nn.Parameter]:

@@ -13,9 +13,9 @@ import torch.distributed.fsdp as stock
 from torch import nn
 
 from hpcfsdp import _compat, accelerator
-from hpcfsdp.engine.containers import apply_to_tensors, to_kwargs
-from hpcfsdp.engine.phase import Phase
+from hpcfsdp.engine.nested import apply_to_tensors, to_kwargs
 from hpcfsdp.engine.root import Root
+from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.errors import EngineError
 from hpcfsdp.hang import calls
 from hpcfsdp.hang.calls import public_call
@@ -65,7 +65,8 @@ class FSDPModule(stock.FSDPModule):
         if outermost:
             calls.here.call = f'forward of "{unit.name}"'
         try:
-            if unit.phase in (Phase.FORWARD, Phase.RECOMPUTE):  # a method that computes calls the module itself
+            if unit.training_state in (TrainingState.FORWARD, TrainingState.RECOMPUTE):
+                # A method that computes calls the module itself.
                 _compat.set_compiler(compiler)
                 return function(*args, **kwargs)
             if len(unit.modules) > 1 and (unit.root is None or unit.is_root):
@@ -76,7 +77,7 @@ class FSDPModule(stock.FSDPModule):
             root = _root_of(unit)
             if not root.is_busy and root.device.type != "cpu":  # a batch may be in host memory
                 args, kwargs = to_kwargs(args, kwargs, root.device)
-            if unit.phase is Phase.IDLE:
+            if unit.is_idle:
                 unit.enter(cast(nn.Module, self))
             if unit.output_dtype is not None:
                 function = functools.partial(_call_and_cast, function, unit.output_dtype)

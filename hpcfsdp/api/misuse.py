@@ -8,7 +8,6 @@ import warnings
 from typing import Any
 
 from hpcfsdp import _compat
-from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import EngineError
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.units.flat_unit import FlatUnit
@@ -29,7 +28,7 @@ def guarded(unit: FlatUnit, name: str, method: Any) -> Any:
     @public_call(name)
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if unit.phase is Phase.IDLE and not all(flat.is_unsharded or flat.shows_whole for flat in unit.sharded_params):
+        if unit.is_idle and not all(flat.is_unsharded or flat.shows_whole for flat in unit.sharded_params):
             raise EngineError(
                 f"{unit.name}: {name} runs the wrapped module without the wrapper's forward, so its parameters are "
                 "not gathered: call it within FullyShardedDataParallel.summon_full_params(model, recurse=False, "

@@ -17,14 +17,14 @@ from hpcfsdp.api.attributes import PublicAttributes
 from hpcfsdp.api.misuse import PAST_FORWARD, RefusesOtherWrappers, guarded, refuse_ddp_around
 from hpcfsdp.api.state_dicts import StateDictMethods
 from hpcfsdp.comm import Communicator, raise_together_over
-from hpcfsdp.engine.containers import to_kwargs
-from hpcfsdp.engine.phase import Phase
+from hpcfsdp.engine.nested import to_kwargs
 from hpcfsdp.engine.root import Root
+from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.errors import EngineError
 from hpcfsdp.hang import calls
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.params.granularity import Granularity, GranularityOf, check_granularity
-from hpcfsdp.params.prefixes import get_root_modules
+from hpcfsdp.params.module_states import get_root_modules
 from hpcfsdp.state.load import load_when_known
 from hpcfsdp.state.settings import default_settings
 from hpcfsdp.units import copying, mixed_precision as precisions, policies, summon
@@ -352,7 +352,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         if self._unit.root is not None:
             self._unit.root.recover()  # modules may hold what a broken backward needs
         for unit in units_in(self) if torch.is_grad_enabled() else ():
-            if unit.phase is Phase.IDLE:
+            if unit.is_idle:
                 unit.list_leaves()
         return self._named(super().named_parameters(*args, **kwargs))
 
@@ -366,7 +366,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         return self._named(super().named_buffers(*args, **kwargs))
 
     def _named(self, found: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        summoned = self._unit.phase is Phase.SUMMON
+        summoned = self._unit.training_state is TrainingState.SUMMON
         for name, tensor in found:
             yield (name.replace(f"{WRAPPED}.", "") if summoned else name), tensor
 
@@ -448,11 +448,11 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             )
         root = unit.root or become_root(unit)
         root.recover()
-        busy = [unit for unit in root.units if unit.phase is not Phase.IDLE]
+        busy = [unit for unit in root.units if not unit.is_idle]
         if busy:
             raise EngineError(
-                f"{what} was called while {busy[0].name} is in {busy[0].phase.value}: call it before the forward or "
-                "after the backward"
+                f"{what} was called while {busy[0].name} is in {busy[0].training_state.value}: call it before the "
+                "forward or after the backward"
             )
         return root
 

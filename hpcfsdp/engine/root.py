@@ -17,9 +17,8 @@ from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
 from hpcfsdp.engine.context import Context, Order
 from hpcfsdp.engine.order import first_difference
-from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.streams import Queue, Streams, Wait, streams_for
-from hpcfsdp.engine.unit import Call, Unit
+from hpcfsdp.engine.unit import Call, TrainingState, Unit
 from hpcfsdp.errors import CrossedCallsError, DifferentCallsError, EngineError
 from hpcfsdp.hang import calls
 from hpcfsdp.params.gradient import FlatGrad
@@ -167,7 +166,7 @@ class Root:
         freed = False
         self._adopt_user_data()
         for unit in units:
-            if unit.phase is Phase.IDLE and (unit.values.is_gathered or unit.values.is_unsharded or unit.is_kept):
+            if unit.is_idle and (unit.values.is_gathered or unit.values.is_unsharded or unit.is_kept):
                 freed = True
                 self._read_over.update(
                     flat.comm for flat in unit.sharded_params if flat.is_unsharded and flat.is_resident
@@ -218,7 +217,7 @@ class Root:
                 raise
             # Other ranks may compute outputs with parameters that this one leaves out.
             has_backward = call.has_backward or (_compat.records_backward() and unit.is_trained)
-            if has_backward and unit.phase is not Phase.RECOMPUTE:
+            if has_backward and unit.training_state is not TrainingState.RECOMPUTE:
                 self._called.pop(unit, None)
                 self._called[unit] = None
                 unit.expect_backward(later=not self.in_backward)
@@ -325,7 +324,7 @@ class Root:
     @_compat.outside_of_modes
     def _begin_pass(self, unit: Unit) -> None:
         for each in self.units:
-            if each.phase is Phase.SUMMON and (each is unit or each in unit.inside):
+            if each.training_state is TrainingState.SUMMON and (each is unit or each in unit.inside):
                 raise EngineError(
                     f"{each.name}: the model was called within summon_full_params: leave that context first"
                 )
@@ -337,7 +336,7 @@ class Root:
 
     def _adopt_user_data(self) -> None:
         for unit in self.units:
-            for flat in unit.sharded_params if unit.phase is Phase.IDLE else ():
+            for flat in unit.sharded_params if unit.is_idle else ():
                 flat.adopt_user_data()
 
     def _publish(self, what: str, unit: Unit | None = None) -> None:
@@ -368,7 +367,7 @@ class Root:
 
     def _reshard(self, units: Iterable[Unit]) -> None:
         for unit in units:
-            if unit.phase is Phase.IDLE and (unit.values.is_gathered or unit.values.is_unsharded):
+            if unit.is_idle and (unit.values.is_gathered or unit.values.is_unsharded):
                 unit.hide()
                 unit.reshard()
 
@@ -397,7 +396,7 @@ class Root:
 
     def _pre_backward(self, unit: Unit, call: Call) -> None:
         """Collective the first time in a backward of the unit. Gather its parameters; called by a hook on an output."""
-        if unit.phase is Phase.FORWARD:
+        if unit.training_state is TrainingState.FORWARD:
             raise EngineError(
                 f"{unit.name}: backward ran through the unit while its forward was still running: call backward "
                 "after the forward has returned"
@@ -407,7 +406,7 @@ class Root:
             return
         call.backward = self._backwards
         unit.check_versions(call)
-        if unit.phase is Phase.IDLE:
+        if unit.is_idle:
             self._end_before(unit)
             self._run_unused_before(unit)
             unit.begin_backward()
@@ -435,7 +434,7 @@ class Root:
         for each in self._begun:
             if unit not in each.inside and each not in unit.inside:
                 each.end_before_another()
-        self._begun = [each for each in self._begun if each.phase is not Phase.IDLE]
+        self._begun = [each for each in self._begun if not each.is_idle]
 
     def _run_unused_before(self, unit: Unit) -> None:
         """Collective. Run the backward of units that are due before this one and got no gradient.
@@ -457,7 +456,7 @@ class Root:
         """Collective. Called by autograd at the end of a backward."""
         streams = self._streams
         for unit in self.units:
-            if unit.phase is Phase.BACKWARD:
+            if unit.training_state is TrainingState.BACKWARD:
                 unit.post_backward()
         while self._due:
             self._due.popleft().run_unused_backward()

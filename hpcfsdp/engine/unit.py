@@ -10,6 +10,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -17,12 +18,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hpcfsdp import _compat, timeline
-from hpcfsdp.engine.call import Call, Leaf
-from hpcfsdp.engine.containers import tensors_in
+from hpcfsdp.engine.backward import Call, Leaf, OwnHook, defer_hooks, run_hooks
 from hpcfsdp.engine.context import Context, Values
-from hpcfsdp.engine.objects import Arguments, Hook, Visit, needs_hook
-from hpcfsdp.engine.param_hooks import OwnHook, defer_hooks, run_hooks
-from hpcfsdp.engine.phase import TRANSITIONS, Phase
+from hpcfsdp.engine.nested import Arguments, Hook, InPlace, needs_hook, tensors_in
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.gradient import FlatGrad, ReduceOptions
 from hpcfsdp.params.sharded_params import ShardedParams
@@ -30,6 +28,30 @@ from hpcfsdp.params.sharded_params import ShardedParams
 BeforeBackward = Callable[["Unit", Call], None]
 HOOK_KEY = "hpcfsdp"
 """Of the engine's hook among those of a module; torch's keys are numbers."""
+
+
+class TrainingState(Enum):
+    """The state of a unit."""
+
+    IDLE = "idle"
+    """Between steps, or between its forward and its backward: sharded."""
+    FORWARD = "forward"
+    """Its forward runs: unsharded."""
+    BACKWARD = "backward"
+    """Its backward runs: unsharded."""
+    RECOMPUTE = "recompute"
+    """Its forward runs again within its backward (activation checkpointing): stays unsharded."""
+    SUMMON = "summon_full_params"
+    """Its parameters are whole for the user."""
+
+
+TRANSITIONS = {
+    TrainingState.IDLE: {TrainingState.FORWARD, TrainingState.BACKWARD, TrainingState.SUMMON},
+    TrainingState.FORWARD: {TrainingState.IDLE},
+    TrainingState.BACKWARD: {TrainingState.IDLE, TrainingState.RECOMPUTE},
+    TrainingState.RECOMPUTE: {TrainingState.BACKWARD},
+    TrainingState.SUMMON: {TrainingState.IDLE},
+}
 
 
 class ComputedView(Protocol):
@@ -53,7 +75,7 @@ class Unit:
         flats: one for each dtype and ``requires_grad`` among the parameters; empty if units inside own all of them.
         grads: of the flat parameters that may get gradients.
         inside: other units that the module holds.
-        phase: changed by ``_enter`` alone.
+        training_state: changed by ``_enter`` alone.
         values: of the flat parameters, while they are gathered.
         owes_grads: whether gradients of a forward have not been reduced yet.
         num_calls: forwards that expect a backward.
@@ -86,7 +108,7 @@ class Unit:
         self.prefetch_forward = False
         self.prefetch_backward: str | None = None
         self.prefetched: dict[str, Sequence[Unit]] = {}
-        self.phase = Phase.IDLE
+        self.training_state = TrainingState.IDLE
         self.context: Context | None = None
         self._begin_model_backward: Callable[[], None] | None = None
         self.owes_grads = False
@@ -165,7 +187,7 @@ class Unit:
 
     def begin_forward(self) -> None:
         """Not collective. Begin a call of the module. Refuses a call from inside of the unit's own forward."""
-        self._enter(Phase.RECOMPUTE if self.phase is Phase.BACKWARD else Phase.FORWARD)
+        self._enter(TrainingState.RECOMPUTE if self.training_state is TrainingState.BACKWARD else TrainingState.FORWARD)
         self.is_kept = False
 
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...], Any]:
@@ -205,7 +227,7 @@ class Unit:
                     call.accumulators = self._accumulators_now()
                     call.versions = [grad.flat.versions for grad in self.grads]
             elif any(map(self._is_own, tensors_in(outputs))):
-                outputs = Visit(lambda tensor, _in_object: self._lend(tensor))(outputs)
+                outputs = InPlace(lambda tensor, _in_object: self._lend(tensor))(outputs)
             if torch.is_autocast_enabled(self.sharded_params[0].device.type) and torch.is_autocast_cache_enabled():
                 torch.clear_autocast_cache()  # its casts of weights, which are freed too
         return outputs
@@ -220,11 +242,11 @@ class Unit:
             self._arguments.restore()
             self._arguments = None
         self.hide()
-        if self.phase is Phase.RECOMPUTE:
-            self._enter(Phase.BACKWARD)
+        if self.training_state is TrainingState.RECOMPUTE:
+            self._enter(TrainingState.BACKWARD)
             self._show_in_backward()
         else:
-            self._enter(Phase.IDLE)
+            self._enter(TrainingState.IDLE)
             keeps = self.stays_unsharded if not torch.is_grad_enabled() else not self.reshard_after_forward
             if (broken or not (keeps or self.is_partly_called)) and not _compat.in_transform():
                 self.reshard()
@@ -241,6 +263,11 @@ class Unit:
         Args:
             stays: the backward has no hooks, so that leaves must not lose the values where they are the same objects.
         """
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the unit is in no forward, no backward, and no ``summon_full_params``."""
+        return self.training_state is TrainingState.IDLE
 
     @property
     def values_outlive_forward(self) -> bool:
@@ -317,7 +344,7 @@ class Unit:
         """Collective. All gradients of the unit are complete: free its parameters, reduce what can be reduced."""
         context = self.context
         self.hide()
-        self._enter(Phase.IDLE)
+        self._enter(TrainingState.IDLE)
         self._forget_calls()
         if self.reshard_after_backward:
             self.reshard()
@@ -352,17 +379,17 @@ class Unit:
 
     def begin_summon(self) -> None:
         """Not collective. The leaves become the user's, for ``summon_full_params``."""
-        self._enter(Phase.SUMMON)
+        self._enter(TrainingState.SUMMON)
 
     def end_summon(self) -> None:
         """Not collective. The leaves are at rest again."""
         self._accumulators = None
-        self._enter(Phase.IDLE)
+        self._enter(TrainingState.IDLE)
 
     def reset(self) -> None:
         """Back to rest after an exception in a backward."""
         self.hide()
-        self.phase = Phase.IDLE
+        self.training_state = TrainingState.IDLE
         self._forget_calls()
         self.owes_grads, self.num_calls, self._enqueues_at_the_end = False, 0, False
         for grad in self.grads:
@@ -381,12 +408,12 @@ class Unit:
         """Collective. Have modules hold the values."""
         context = self.context
         self._follow_leaves()
-        if self._lists_leaves and torch.is_grad_enabled() and self.phase is Phase.FORWARD:
+        if self._lists_leaves and torch.is_grad_enabled() and self.training_state is TrainingState.FORWARD:
             self._lists_leaves = False
             self._renew_accumulators()
         context.order.note(("forward", self.name))
         context.unshard(self.values)
-        chosen = "forward" in self.prefetched and self.phase is Phase.FORWARD
+        chosen = "forward" in self.prefetched and self.training_state is TrainingState.FORWARD
         if self.prefetch_forward or self.values.takes_messages or chosen:
             self._gather_ahead("forward")
         context.await_unshard(self.values)
@@ -403,7 +430,7 @@ class Unit:
     def begin_backward(self) -> None:
         """Collective. Gather the parameters, and prepare for gradients."""
         context = self.context
-        self._enter(Phase.BACKWARD)
+        self._enter(TrainingState.BACKWARD)
         self.owes_grads = True
         context.order.note(("backward", self.name))
         for grad in self.grads:
@@ -445,15 +472,15 @@ class Unit:
             if grad.flat.requires_grad or grad.has_waiting:
                 self.context.reductions.enqueue(grad)
 
-    def _enter(self, phase: Phase) -> None:
-        if phase not in TRANSITIONS[self.phase]:
+    def _enter(self, state: TrainingState) -> None:
+        if state not in TRANSITIONS[self.training_state]:
             raise EngineError(
-                f"{self.name}: cannot go from {self.phase.value} to {phase.value}; a unit may be called several times "
-                "in a step, but not from inside of its own forward"
+                f"{self.name}: cannot go from {self.training_state.value} to {state.value}; a unit may be called "
+                "several times in a step, but not from inside of its own forward"
             )
         if timeline.recorder is not None:
-            timeline.recorder.change_phase(self.name, self.phase.value, phase.value)
-        self.phase = phase
+            timeline.recorder.change_state(self.name, self.training_state.value, state.value)
+        self.training_state = state
 
     def _forget_calls(self) -> None:
         self._calls.clear()
@@ -547,19 +574,19 @@ class Unit:
         self._finish_when_complete()
 
     def _leaf_done(self, grad: FlatGrad, index: int) -> None:
-        if self.phase is Phase.IDLE and grad.flat.is_unsharded and not grad.flat.steps_leaves:
+        if self.is_idle and grad.flat.is_unsharded and not grad.flat.steps_leaves:
             # The program has used it outside of a call. It waits on the leaf until the backward of the unit.
             self._begin_model_backward()
             self.owes_grads = True
             self._counted.update(node for leaf, node in self._accumulators_now() if leaf == (grad, index))
             return
-        if self.phase is Phase.IDLE and grad.adopt_from_leaf_at_rest(index):
+        if self.is_idle and grad.adopt_from_leaf_at_rest(index):
             return
-        if self.phase is not Phase.BACKWARD:
+        if self.training_state is not TrainingState.BACKWARD:
             raise EngineError(
                 f"{self.name}: a gradient of {grad.flat.layout.slots[index].fqn!r} arrived while the unit was in "
-                f"{self.phase.value}; use the parameters of a unit only by calling the unit, and do not change a "
-                "view that a unit returns in place: write x = x + y instead of x += y"
+                f"{self.training_state.value}; use the parameters of a unit only by calling the unit, and do not "
+                "change a view that a unit returns in place: write x = x + y instead of x += y"
             )
         if not self.context.reductions.move_from_leaf(grad, index) and not self._enqueues_at_the_end:
             raise EngineError(
@@ -590,7 +617,7 @@ class Unit:
         Args:
             is_followed: the backward of a unit begins that neither holds this one nor is inside.
         """
-        if self.phase is not Phase.BACKWARD or self._num_outstanding:
+        if self.training_state is not TrainingState.BACKWARD or self._num_outstanding:
             return
         if any(call.inputs_pending > 0 and not (is_followed and call.is_open) for call in self._calls):
             return

@@ -21,7 +21,7 @@ from torch import nn
 from hpcfsdp import _compat, checkpoint
 from hpcfsdp.checkpoint import CheckpointInfo
 from hpcfsdp.comm import raise_together
-from hpcfsdp.engine.phase import Phase
+from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.errors import CheckpointError, EngineError, LaunchError, UsageError
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from hpcfsdp.integrations.recipe import Recipe, check_options, refuse_given
@@ -276,7 +276,7 @@ def _route_calls(sharded: FullyShardedDataParallel) -> None:
     kind, summon = type(model), FullyShardedDataParallel.summon_full_params
 
     def is_at_rest(wrapper: Any) -> bool:
-        return unit_of(wrapper).phase is Phase.IDLE
+        return unit_of(wrapper).training_state is TrainingState.IDLE
 
     def call(*given: Any, **named: Any) -> Any:
         wrapper: Any = reference()

@@ -20,8 +20,7 @@ from hpcfsdp.comm.communicator import Work, segment
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.dtensor_layout import DTensorLayout
 from hpcfsdp.params.layout import contiguous_strides
-from hpcfsdp.params.precision import Dtypes
-from hpcfsdp.params.sharded_params import ShardedParams, other_in_place_of
+from hpcfsdp.params.sharded_params import Dtypes, ShardedParams, other_in_place_of
 from hpcfsdp.params.storage import Buffer, Resident, Transient, Whole, alloc_storage, free_storage, nothing_of
 
 Gather = Callable[[torch.Tensor], torch.Tensor]

@@ -21,8 +21,7 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.layout import FlatLayout, contiguous_strides
-from hpcfsdp.params.precision import Dtypes
-from hpcfsdp.params.sharded_params import ShardedParams
+from hpcfsdp.params.sharded_params import Dtypes, ShardedParams
 from hpcfsdp.params.storage import Buffer, Resident, Transient, Whole
 
 flat_params: weakref.WeakSet[FlatParam] = weakref.WeakSet()

@@ -13,7 +13,7 @@ from hpcfsdp.errors import UsageError
 from hpcfsdp.params.dtensor_layout import DTensorLayout
 from hpcfsdp.params.granularity import Granularity
 from hpcfsdp.params.layout import FlatLayout, round_up
-from hpcfsdp.params.precision import Dtypes
+from hpcfsdp.params.sharded_params import Dtypes
 from hpcfsdp.plan.meta_trace import ALLOCATED_BYTES
 from hpcfsdp.plan.workload import Param, PlannedUnit
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from hpcfsdp import _compat
-from hpcfsdp.engine.containers import apply_to_tensors, tensors_in
+from hpcfsdp.engine.nested import apply_to_tensors, tensors_in
 from hpcfsdp.errors import UsageError
 from hpcfsdp.params.layout import round_up
 from hpcfsdp.plan.workload import Event, Kind, Param, PlannedUnit, Workload

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hpcfsdp import config
-from hpcfsdp.engine.containers import apply_to_tensors, tensors_in
+from hpcfsdp.engine.nested import apply_to_tensors, tensors_in
 from hpcfsdp.errors import UsageError
 from hpcfsdp.examples.gpt.run_config import ModelConfig, RunConfig, check
 from hpcfsdp.examples.gpt.transformer import GPT, Block

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel as TorchFSDP
 
-from hpcfsdp.engine.phase import Phase
+from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.state.model import persistent_tensors
 from hpcfsdp.state.optim.keys import StepsWholeTensors
 from hpcfsdp.units.flat_unit import FlatUnit, unit_of
@@ -118,7 +118,7 @@ class _Taking:
             raise _Unusual
 
     def _unit(self, unit: FlatUnit, sharded: set[int]) -> None:
-        if unit.phase is Phase.SUMMON:
+        if unit.training_state is TrainingState.SUMMON:
             raise _Unusual
         for flat in unit.sharded_params:
             flat.adopt_user_data()  # which may have been assigned in place of the shard

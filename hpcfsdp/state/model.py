@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator, communicator_for
 from hpcfsdp.comm.grid import Grid
-from hpcfsdp.engine.phase import Phase
+from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.errors import CheckpointError, StateDictError
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import FlatLayout
@@ -256,7 +256,7 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, UnitM
     units = units_of(model)
     largest = largest_mesh(units).comm() if units else None
     for wrapper, flat, layout in named_flat_params(model, CleanNames.of(model)):
-        if wrapper.phase is Phase.SUMMON:
+        if wrapper.training_state is TrainingState.SUMMON:
             raise CheckpointError(
                 f"{wrapper.name}: its parameters are whole within summon_full_params, which writes them back when it "
                 "ends: save and load outside of summon_full_params"

@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Sequence
 
-from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.flat_param import FlatParam
@@ -28,7 +27,7 @@ def _adopt_assigned(unit_ref: weakref.ref[Unit], flat_ref: weakref.ref[FlatParam
             one has another number of elements than this rank's run.
     """
     unit, flat = unit_ref(), flat_ref()
-    if unit is None or flat is None or unit.phase is not Phase.IDLE:
+    if unit is None or flat is None or not unit.is_idle:
         return
     for index, entry in enumerate(entries):
         held = [module._parameters.get(name) for module, name in entry.places]

@@ -17,8 +17,8 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.granularity import Granularity, GranularityOf
 from hpcfsdp.params.layout import FlatLayout
-from hpcfsdp.params.precision import Dtypes
-from hpcfsdp.params.sync import sync_params_and_buffers
+from hpcfsdp.params.module_states import sync_params_and_buffers
+from hpcfsdp.params.sharded_params import Dtypes
 from hpcfsdp.units.assigned import watch_assignments
 from hpcfsdp.units.flat_unit import FlatUnit, clean_path, flat_param_name, made_inside, units_in
 from hpcfsdp.units.group_cache import GroupCache, rank_names

@@ -15,13 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import raise_together_over
-from hpcfsdp.engine.containers import tensors_in
-from hpcfsdp.engine.phase import Phase
+from hpcfsdp.engine.nested import tensors_in
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.dtensor_layout import DTensorLayout
 from hpcfsdp.params.dtensor_params import DTensorParam, DTensorParams, Gather
 from hpcfsdp.params.layout import TensorBlock, contiguous_strides
-from hpcfsdp.params.precision import Dtypes
+from hpcfsdp.params.sharded_params import Dtypes
 from hpcfsdp.params.storage import nothing_of
 from hpcfsdp.reshard.operations import complete_operations_on
 from hpcfsdp.units import managed, optimizer_check
@@ -266,7 +265,7 @@ class DTensorUnit(ModelUnit):
         return self.is_kept or self.reshard_choice is False or not self.reshard_after_backward
 
     def complete_forward(self) -> bool:
-        is_left = bool(self._called) and self.phase is Phase.IDLE
+        is_left = bool(self._called) and self.is_idle
         self._called.clear()
         return is_left and self.reshard_after_forward
 

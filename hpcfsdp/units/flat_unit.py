@@ -12,10 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 
 from hpcfsdp.comm import Communicator
-from hpcfsdp.engine.phase import Phase
 from hpcfsdp.engine.root import Root
 from hpcfsdp.engine.streams import Streams
-from hpcfsdp.engine.unit import ComputedView, Unit
+from hpcfsdp.engine.unit import ComputedView, TrainingState, Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.sharded_params import ShardedParams, other_in_place_of
@@ -129,16 +128,16 @@ class ModelUnit(Unit):
         """Not collective. Refuse the call `what` in a forward or backward, or while summoned. Reshard the model.
 
         Raises:
-            EngineError: names the unit and its phase.
+            EngineError: names the unit and its state.
         """
         root = self.root
         if root is not None:
             root.recover()
-        if self.phase is Phase.SUMMON:
+        if self.training_state is TrainingState.SUMMON:
             hint = "do not nest" if what == "summon_full_params" else f"call {what} outside of"
             raise EngineError(f"{self.name}: its parameters are already whole: {hint} summon_full_params")
-        if self.phase is not Phase.IDLE or (root is not None and root.is_busy):
-            doing = self.phase.value if self.phase is not Phase.IDLE else "a forward or backward of the model"
+        if not self.is_idle or (root is not None and root.is_busy):
+            doing = self.training_state.value if not self.is_idle else "a forward or backward of the model"
             raise EngineError(
                 f"{self.name}: {what} was called during {doing}: call it before the forward or after the backward"
             )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from hpcfsdp import _compat
-from hpcfsdp.engine.phase import Phase
+from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.errors import EngineError, StateDictError
 from hpcfsdp.units.flat_unit import FlatUnit
 
@@ -93,7 +93,7 @@ class _Guard:
         unit = self._unit()
         if unit is None:
             return False
-        if unit.shows_state or unit.phase is Phase.SUMMON:
+        if unit.shows_state or unit.training_state is TrainingState.SUMMON:
             return True
         return reading and unit.use_orig_params and self._is_unsharded()
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-from hpcfsdp.engine.containers import cast_forward_inputs, tensors_in
+from hpcfsdp.engine.nested import cast_forward_inputs, tensors_in
 from hpcfsdp.units.flat_unit import unit_of
 
 

@@ -259,5 +259,5 @@ def test_an_error_in_ending_what_was_begun_leaves_the_units_at_rest(groups, comm
         patched.setattr(root.context.streams, "drain", lambda: (drain(), fail()))
         with pytest.raises(RuntimeError, match="lost"):
             root.recover()
-    assert {unit.phase.value for unit in root.units} == {"idle"}
+    assert {unit.training_state.value for unit in root.units} == {"idle"}
     assert not any(unit.values.is_unsharded for unit in root.units)

@@ -4,7 +4,11 @@ from torch import nn
 
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import DisagreementError
-from hpcfsdp.params.sync import sync_module_states, sync_params_and_buffers, verify_param_shape_across_processes
+from hpcfsdp.params.module_states import (
+    sync_module_states,
+    sync_params_and_buffers,
+    verify_param_shape_across_processes,
+)
 
 pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.transport]
 

@@ -45,16 +45,16 @@ def test_pauses_and_their_waits_do_not_count():
 
 def test_the_phases_of_units_become_spans():
     made = recorder()
-    made.change_phase("a", "idle", "forward")  # before the trace
+    made.change_state("a", "idle", "forward")  # before the trace
     made.traces = True
-    made.change_phase("a", "forward", "idle")
+    made.change_state("a", "forward", "idle")
     for before, after in (
         ("idle", "backward"),
         ("backward", "recompute"),
         ("recompute", "backward"),
         ("backward", "idle"),
     ):
-        made.change_phase("a", before, after)
+        made.change_state("a", before, after)
     spans = made.pop_spans()
     assert [(span.track, span.name) for span in spans] == [("units", "recompute a"), ("units", "backward a")]
     recompute, backward = spans

@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint as recompute
 import hpcfsdp
 from hpcfsdp import wrap
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.engine.phase import Phase
 from hpcfsdp.errors import DisagreementError, EngineError
 from hpcfsdp.fsdp import (
     BackwardPrefetch,
@@ -84,7 +83,7 @@ def test_training_equals_that_of_the_plain_module(name, strategy, use_orig_param
     with torch.no_grad():
         torch.testing.assert_close(model(ids), plain(ids))
     for wrapper in FullyShardedDataParallel.fsdp_modules(model):
-        assert wrapper._unit.phase is Phase.IDLE
+        assert wrapper._unit.is_idle
         assert all(values_bytes(flat) == 0 for flat in wrapper._unit.sharded_params)
 
 

@@ -10,7 +10,7 @@ from hpcfsdp.engine.streams import HostStreams
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.gradient import FlatGrad
 from hpcfsdp.params.layout import FlatLayout
-from hpcfsdp.params.precision import Dtypes
+from hpcfsdp.params.sharded_params import Dtypes
 from tests.unit.params.gathering import grad_bytes
 
 

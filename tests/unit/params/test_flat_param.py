@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hpcfsdp.errors import CommunicationError, EngineError
-from hpcfsdp.params.precision import Dtypes
+from hpcfsdp.params.sharded_params import Dtypes
 from tests.unit.params.gathering import reshard, unshard, values_bytes
 
 LOWERED = Dtypes.plan(torch.float32, param=torch.bfloat16)

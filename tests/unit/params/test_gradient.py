@@ -3,7 +3,7 @@ import torch
 
 from hpcfsdp.errors import CommunicationError, EngineError
 from hpcfsdp.params.gradient import FlatGrad
-from hpcfsdp.params.precision import Dtypes
+from hpcfsdp.params.sharded_params import Dtypes
 from tests.unit.params.gathering import grad_bytes, reshard, unshard
 
 F32, BF16 = torch.float32, torch.bfloat16

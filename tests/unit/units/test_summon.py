@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.engine.phase import Phase
+from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.errors import EngineError
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.units.summon import walk_full_params
@@ -65,7 +65,7 @@ def shards_of(model):
 
 def at_rest(model):
     for wrapper in FullyShardedDataParallel.fsdp_modules(model):
-        assert wrapper._unit.phase is Phase.IDLE
+        assert wrapper._unit.is_idle
         for flat in wrapper._unit.sharded_params:
             assert not flat.is_unsharded
             assert values_bytes(flat) == 0
@@ -140,16 +140,16 @@ def test_parameters_of_one_unit_alone(run_ranks, original):
         with summon(model, recurse=False):
             assert model.scale.shape == ()
             assert model.wide.weight.shape == (1, 5)
-            assert model.first._unit.phase is Phase.IDLE
+            assert model.first._unit.is_idle
             assert original or model.first.module[0].weight.isnan().all()
         with summon(model.first):
             assert model.first.module[0].weight.shape == (5, 3)
             assert {name for name, _ in model.first.named_parameters()} == {"0.weight", "0.bias", "1.weight", "1.bias"}
-            assert model._unit.phase is Phase.IDLE
+            assert model._unit.is_idle
         with summon(nn.Sequential(model)):
             assert not model.first.module[0].weight.isnan().any()
         with summon(nn.Sequential(model), recurse=False):
-            assert model._unit.phase is Phase.IDLE
+            assert model._unit.is_idle
         return "done"
 
     assert run_ranks(2, body) == ["done"] * 2
@@ -544,7 +544,7 @@ def test_a_walk_shows_one_unit_at_a_time_under_its_own_name(run_ranks, original)
         units = [wrapper._unit for wrapper in FullyShardedDataParallel.fsdp_modules(model)]
         seen, whole = [], {}
         for name, module in walk_full_params(model):
-            seen.append((name, type(module).__name__, [unit.phase is Phase.SUMMON for unit in units]))
+            seen.append((name, type(module).__name__, [unit.training_state is TrainingState.SUMMON for unit in units]))
             for inner, param in module.named_parameters():
                 if "_flat_param" not in inner and not (original and "_fsdp_wrapped_module" in inner):
                     whole[f"{name}.{inner}"] = param.detach().clone()
@@ -590,7 +590,7 @@ def test_whole_values_are_gone_afterwards(run_ranks):
         for _ in walk_full_params(model):
             assert [ref() for ref in gone] == [None] * len(gone)
             for wrapper in FullyShardedDataParallel.fsdp_modules(model):
-                if wrapper._unit.phase is Phase.SUMMON:
+                if wrapper._unit.training_state is TrainingState.SUMMON:
                     gone += [
                         weakref.ref(leaf.data.untyped_storage()) for leaf in wrapper._unit.sharded_params[0].leaves
                     ]

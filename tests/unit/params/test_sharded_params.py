@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hpcfsdp.params.precision import Dtypes
+from hpcfsdp.params.sharded_params import Dtypes
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 

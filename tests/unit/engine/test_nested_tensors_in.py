@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree
 
-from hpcfsdp.engine.containers import tensors_in
+from hpcfsdp.engine.nested import tensors_in
 
 A, B, C = torch.zeros(1), torch.ones(2), torch.ones(3)
 

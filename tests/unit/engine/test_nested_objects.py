@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils import _pytree
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.engine import objects
-from hpcfsdp.engine.objects import Visit, warn_of_opaque
+from hpcfsdp.engine import nested
+from hpcfsdp.engine.nested import InPlace, warn_of_opaque
 from hpcfsdp.fsdp import FullyShardedDataParallel
 
 A, B = torch.zeros(1), torch.ones(2)
@@ -55,7 +55,7 @@ def make(kind, item):
 
 def tensors_of(value):
     found = []
-    Visit(lambda tensor, _: found.append(tensor) or tensor)(value)
+    InPlace(lambda tensor, _: found.append(tensor) or tensor)(value)
     return found
 
 
@@ -63,7 +63,7 @@ def tensors_of(value):
 def test_tensors_are_found_and_replaced_where_they_lie(kind):
     inner = [A, {"b": (B, deque([A]))}]
     holder = make(kind, inner)
-    assert Visit(lambda tensor, _: tensor + 1)((1, holder))[1] is holder
+    assert InPlace(lambda tensor, _: tensor + 1)((1, holder))[1] is holder
     assert holder.item is inner
     assert inner[0].item() == 1
     tensor, queue = inner[1]["b"]
@@ -71,14 +71,14 @@ def test_tensors_are_found_and_replaced_where_they_lie(kind):
 
 
 def test_what_cannot_be_written_to_is_rebuilt():
-    got = Visit(lambda tensor, _: tensor + 1)(types.MappingProxyType({"a": A}))
+    got = InPlace(lambda tensor, _: tensor + 1)(types.MappingProxyType({"a": A}))
     assert isinstance(got, types.MappingProxyType)
     assert got["a"].item() == 1
 
 
 def test_objects_are_distinguished_from_containers():
     found = []
-    Visit(lambda tensor, in_object: found.append(in_object) or tensor)((A, [A], {"a": A}, UserDict(a=A), Plain(A)))
+    InPlace(lambda tensor, in_object: found.append(in_object) or tensor)((A, [A], {"a": A}, UserDict(a=A), Plain(A)))
     assert found == [False, False, False, *found[3:-1], True]
     assert not any(found[3:-1])
 
@@ -118,7 +118,7 @@ def some_context():
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_output_passes_in_silence(value):
-    visit = Visit(lambda tensor, _: tensor)
+    visit = InPlace(lambda tensor, _: tensor)
     assert visit(Plain(value)).item is value
     assert not visit.opaque
     assert not tensors_of(value)
@@ -128,17 +128,17 @@ def test_a_visit_has_an_end(monkeypatch):
     chain = None
     for _ in range(5000):
         chain = Plain(chain)
-    visit = Visit(lambda tensor, _: tensor)
+    visit = InPlace(lambda tensor, _: tensor)
     visit(chain)
     assert list(visit.opaque) == [Plain]
-    monkeypatch.setattr(objects, "MOST_OBJECTS", 10)
-    visit = Visit(lambda tensor, _: tensor)
+    monkeypatch.setattr(nested, "MOST_OBJECTS", 10)
+    visit = InPlace(lambda tensor, _: tensor)
     visit([Plain(A) for _ in range(50)])
     assert list(visit.opaque) == [Plain]
-    visit = Visit(lambda tensor, _: tensor)
-    visit([*range(2 * objects.MOST_ITEMS), Plain(A)])
+    visit = InPlace(lambda tensor, _: tensor)
+    visit([*range(2 * nested.MOST_ITEMS), Plain(A)])
     assert not visit.opaque
-    visit(Plain(list(range(2 * objects.MOST_ITEMS))))
+    visit(Plain(list(range(2 * nested.MOST_ITEMS))))
     assert list(visit.opaque) == [list]
 
 
@@ -150,7 +150,7 @@ def make_opaque():
 
 def test_a_type_that_cannot_be_looked_into_is_named_once():
     kind = make_opaque()
-    visit = Visit(lambda tensor, _: tensor)
+    visit = InPlace(lambda tensor, _: tensor)
     visit([kind(), kind()])
     with pytest.warns(
         UserWarning,

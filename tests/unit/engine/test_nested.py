@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree
 
 from hpcfsdp import accelerator
-from hpcfsdp.engine import containers
-from hpcfsdp.engine.containers import (
+from hpcfsdp.engine import nested
+from hpcfsdp.engine.nested import (
     apply_to_tensors,
     cast_forward_inputs,
     pack_kwargs,
@@ -672,9 +672,9 @@ def gpu(monkeypatch):
     made = FakeGpu()
     for name in ("new_stream", "current_device", "current_stream", "on"):
         monkeypatch.setattr(accelerator, name, getattr(made, name))
-    containers._side_stream.cache_clear()
+    nested._side_stream.cache_clear()
     yield made
-    containers._side_stream.cache_clear()
+    nested._side_stream.cache_clear()
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])

@@ -3,25 +3,24 @@ import torch
 from torch import nn
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.engine.phase import TRANSITIONS, Phase
 from hpcfsdp.engine.root import Root
-from hpcfsdp.engine.unit import Unit
+from hpcfsdp.engine.unit import TRANSITIONS, TrainingState, Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import FlatLayout
-from hpcfsdp.params.precision import Dtypes
+from hpcfsdp.params.sharded_params import Dtypes
 from tests.unit.params.gathering import grad_bytes, unshard, values_bytes
 
 LEGAL = {
-    (Phase.IDLE, Phase.FORWARD),
-    (Phase.IDLE, Phase.BACKWARD),
-    (Phase.IDLE, Phase.SUMMON),
-    (Phase.FORWARD, Phase.IDLE),
-    (Phase.BACKWARD, Phase.IDLE),
-    (Phase.BACKWARD, Phase.RECOMPUTE),
-    (Phase.RECOMPUTE, Phase.BACKWARD),
-    (Phase.SUMMON, Phase.IDLE),
+    (TrainingState.IDLE, TrainingState.FORWARD),
+    (TrainingState.IDLE, TrainingState.BACKWARD),
+    (TrainingState.IDLE, TrainingState.SUMMON),
+    (TrainingState.FORWARD, TrainingState.IDLE),
+    (TrainingState.BACKWARD, TrainingState.IDLE),
+    (TrainingState.BACKWARD, TrainingState.RECOMPUTE),
+    (TrainingState.RECOMPUTE, TrainingState.BACKWARD),
+    (TrainingState.SUMMON, TrainingState.IDLE),
 }
 
 
@@ -33,17 +32,17 @@ def make_unit():
 
 def test_the_table_lists_each_legal_transition():
     assert {(before, after) for before, afters in TRANSITIONS.items() for after in afters} == LEGAL
-    assert set(TRANSITIONS) == set(Phase)
+    assert set(TRANSITIONS) == set(TrainingState)
 
 
-@pytest.mark.parametrize("before", Phase)
-@pytest.mark.parametrize("after", Phase)
+@pytest.mark.parametrize("before", TrainingState)
+@pytest.mark.parametrize("after", TrainingState)
 def test_a_unit_goes_where_the_table_allows_and_stays_otherwise(before, after):
     unit = make_unit()
-    unit.phase = before
+    unit.training_state = before
     if (before, after) in LEGAL:
         unit._enter(after)
-        assert unit.phase is after
+        assert unit.training_state is after
         return
     with pytest.raises(EngineError) as caught:
         unit._enter(after)
@@ -51,7 +50,7 @@ def test_a_unit_goes_where_the_table_allows_and_stays_otherwise(before, after):
         f"blocks.0: cannot go from {before.value} to {after.value}; a unit may be called several times in a step, but "
         "not from inside of its own forward"
     )
-    assert unit.phase is before
+    assert unit.training_state is before
 
 
 def test_a_unit_that_calls_itself_is_refused_and_can_be_used_afterwards():
@@ -66,7 +65,7 @@ def test_a_unit_that_calls_itself_is_refused_and_can_be_used_afterwards():
     model = FullyShardedDataParallel(Recursive(), process_group=FakeCommunicator())
     with pytest.raises(EngineError, match=r"^Recursive: cannot go from forward to forward; "):
         model(torch.ones(1, 2), model)
-    assert model._unit.phase is Phase.IDLE
+    assert model._unit.is_idle
     assert model(torch.ones(1, 2)).shape == (1, 2)
 
 
@@ -83,7 +82,7 @@ def broken_off():
     root.context.reductions.enqueue(unit.grads[0])
     leaf.grad = torch.ones_like(leaf)
     root.context.reductions.move_from_leaf(unit.grads[0], 0)
-    unit.phase = Phase.BACKWARD
+    unit.training_state = TrainingState.BACKWARD
     root.in_backward = True
     assert values_bytes(unit.sharded_params[0]) > 0
     assert grad_bytes(unit.grads[0]) > 0
@@ -97,7 +96,7 @@ def test_recover_brings_units_of_a_broken_backward_to_rest(broken_off):
     root.recover()
     assert not root.in_backward
     assert not root.is_busy
-    assert unit.phase is Phase.IDLE
+    assert unit.is_idle
     assert not unit.values.is_gathered
     assert not unit.owes_grads
     assert values_bytes(unit.sharded_params[0]) == 0
@@ -112,7 +111,7 @@ def test_recover_leaves_a_backward_alone_that_is_still_running(broken_off, monke
     monkeypatch.setattr("hpcfsdp._compat.in_backward", lambda: True)
     root.recover()
     assert root.is_busy
-    assert unit.phase is Phase.BACKWARD
+    assert unit.training_state is TrainingState.BACKWARD
     assert unit.sharded_params[0].is_unsharded
 
 
@@ -120,7 +119,7 @@ def test_recover_does_nothing_outside_of_a_backward(broken_off):
     root, unit = broken_off
     root.in_backward = False
     root.recover()
-    assert unit.phase is Phase.BACKWARD
+    assert unit.training_state is TrainingState.BACKWARD
 
 
 def test_a_gradient_that_comes_when_those_of_its_unit_have_been_reduced_is_not_dropped(broken_off):
