@@ -17,7 +17,7 @@ from hpcfsdp import env
 from hpcfsdp.errors import CommunicationError, HangError, LaunchError, nearest
 from hpcfsdp.hang import departure, events, watch as hang
 from hpcfsdp.hang.calls import public_call
-from hpcfsdp.launch import together, versions
+from hpcfsdp.launch import together
 from hpcfsdp.launch.job import DEFAULT_TIMEOUT_S, Job, check_torchrun, current_job
 from hpcfsdp.launch.topology import Topology
 
@@ -305,7 +305,7 @@ def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
             f"ranks differ in (backend, timeout_s, split_nodes, device, registered memory): rank 0 on "
             f"{everyone[0][0]} has {everyone[0][1]}, rank {rank} on {host} has {theirs}"
         )
-    versions.compare(job.comm)
+    together.compare_versions(job.comm)
     return topology, chosen
 
 

@@ -20,7 +20,7 @@ import psutil
 from hpcfsdp import accelerator, env
 from hpcfsdp.bench.tables import Ratio
 from hpcfsdp.errors import HpcfsdpError, UsageError
-from hpcfsdp.launch.versions import versions
+from hpcfsdp.launch.together import versions
 
 FORMAT = "hpcfsdp benchmarks 1"
 

@@ -52,14 +52,13 @@ class Holder:
 
     @classmethod
     def here(cls) -> Holder:
-        """This process."""
-        job = env.scheduler_job()
-        since = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        pid = os.getpid()
-        return cls(env.host_name(), pid, system(), started(pid), job.number, job.restarts, since, secrets.token_hex(8))
+        """Return this process as a holder."""
+        job, pid, since = env.scheduler_job(), os.getpid(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        token = secrets.token_hex(8)
+        return cls(env.host_name(), pid, system(), started(pid), job.number, job.restarts, since, token)
 
     def is_alive(self, observer: Holder) -> bool | None:
-        """Whether this process runs. None if `observer`, the current process, cannot see that."""
+        """Return whether this process runs; None if `observer`, the current process, cannot see that."""
         if self.job and self.job == observer.job and self.restart != observer.restart:
             return False  # the scheduler has ended it, and requeued the job
         if not self.system or self.system != observer.system:
@@ -75,9 +74,9 @@ _HOLDER = {each.name: str for each in dataclasses.fields(Holder)} | {"pid": int}
 
 
 def training_in(folder: Path) -> Holder | None:
-    """The training that runs in a folder, as far as its lock shows; None without one. Does not wait.
+    """Return the training that runs in a folder, as far as its lock shows; None without one. Does not wait.
 
-    Of a holder on another machine the file was touched within ``SILENT_S``.
+    A holder on another machine runs if it has touched the file within ``SILENT_S``.
     """
     path = folder / NAME
     holder = _read(path)
@@ -89,14 +88,14 @@ def training_in(folder: Path) -> Holder | None:
 
 
 class RunLock:
-    """A folder that this process holds from ``acquire`` until ``release``. For one rank of the job."""
+    """A folder that this process holds from ``acquire`` until ``release``. One rank of the job uses it."""
 
     def __init__(self, folder: Path) -> None:
         """Touches no disk."""
         self.folder, self.path = folder, folder / NAME
         self._mine = Holder.here()
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._beat, name="hpcfsdp-run-lock", daemon=True)
         self._removal_logged = False
 
     def acquire(self, *, by_force: bool = False) -> None:
@@ -109,7 +108,6 @@ class RunLock:
             UsageError: another job holds it.
             OSError: the folder cannot be written to.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         while not self._create():
             found = _read(self.path)
             holder = None if by_force else self._living(found)
@@ -123,15 +121,9 @@ class RunLock:
                 "%s belongs to a training that has ended or is being replaced: this one takes the folder over",
                 self.path,
             )
-            self._remove(found)
-            by_force = False  # a job that takes the folder at the same time keeps it
-        for left in self.folder.glob(f".{NAME}.*"):  # of a job that was killed in between
-            holder = _read(left)
-            is_alive = None if holder is None else holder.is_alive(self._mine)
-            with contextlib.suppress(OSError):
-                if is_alive is False or (is_alive is None and time.time() - left.lstat().st_mtime > SILENT_S):
-                    left.unlink()
-        self._thread = threading.Thread(target=self._beat, name="hpcfsdp-run-lock", daemon=True)
+            if _read(self.path) == found:  # otherwise a job that came at the same time has taken it
+                self.path.unlink(missing_ok=True)
+            by_force = False  # such a job keeps it
         self._thread.start()
 
     def check(self) -> None:
@@ -143,7 +135,6 @@ class RunLock:
         """
         if not self.path.exists():
             self._log_removal()
-            self.folder.mkdir(parents=True, exist_ok=True)
             if self._create():
                 self._removal_logged = False
                 return
@@ -158,58 +149,36 @@ class RunLock:
     def release(self) -> None:
         """Unlock the folder, if this process still holds it."""
         self._ended.set()
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join()
         with contextlib.suppress(OSError):
             if _read(self.path) == self._mine:
                 self.path.unlink()
 
     def _create(self) -> bool:
-        """Create the file, unless there is one."""
-        temporary = self.path.with_name(f".{NAME}.{self._mine.token}")
-        text = json.dumps(dataclasses.asdict(self._mine)).encode() + b"\n"
-        with safe_files.create(temporary) as file:
-            file.write(text)
+        """Create the file in its folder. Return whether there was none."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            os.link(temporary, self.path)  # the file appears with its content
+            with safe_files.create(self.path) as file:  # a reader that finds it empty waits until it is touched
+                file.write(json.dumps(dataclasses.asdict(self._mine)).encode() + b"\n")
         except FileExistsError:
             return False
-        except OSError:  # a file system without links
-            try:
-                with safe_files.create(self.path) as file:
-                    file.write(text)
-            except FileExistsError:
-                return False
-        finally:
-            temporary.unlink()
         return True
 
-    def _remove(self, found: Holder | None) -> None:
-        """Remove the file, unless another job that came at the same time has replaced it."""
-        aside = self.path.with_name(f".{NAME}.{self._mine.token}.old")
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self.path, aside)
-            if _read(aside) != found:
-                with contextlib.suppress(OSError):
-                    os.link(aside, self.path)
-            aside.unlink()
-
     def _living(self, holder: Holder | None) -> Holder | None:
-        """The holder if it runs, None if not. On another machine only the time of the file shows that."""
+        """Return the holder if it runs, None if not. On another machine only the time of the file shows that."""
         is_alive = None if holder is None else holder.is_alive(self._mine)
         if is_alive is not None:
             return holder if is_alive else None
-        before, began_s = _touched(self.path), time.monotonic()
-        if before is None:
-            return None
-        log.warning(
-            "%s is held by %s: waiting up to %d s to see whether it runs", self.folder, holder or "a job", SILENT_S
-        )
-        while time.monotonic() - began_s <= SILENT_S:
+        before, until_s = _touched(self.path), time.monotonic() + SILENT_S
+        if before is not None:
+            log.warning(
+                "%s is held by %s: waiting up to %d s to see whether it runs", self.folder, holder or "a job", SILENT_S
+            )
+        now = before
+        while now is not None and time.monotonic() <= until_s:
             time.sleep(LOOK_S)
             now, newer = _touched(self.path), _read(self.path)
-            if now is None:
-                return None
             if now != before and newer is not None:
                 return newer
         return None
@@ -233,7 +202,7 @@ class RunLock:
 
 
 def _touched(path: Path) -> int | None:
-    """When a file was last touched; None where there is no file."""
+    """Return when a file was last touched, in nanoseconds since the epoch; None where there is no file."""
     try:
         with safe_files.open_to_read(path) as file:  # clients of NFS ask the server when a file is opened
             return os.fstat(file.fileno()).st_mtime_ns
@@ -242,7 +211,7 @@ def _touched(path: Path) -> int | None:
 
 
 def _read(path: Path) -> Holder | None:
-    """The holder in a file; None if there is no file, or no holder in it."""
+    """Return the holder in a file; None if there is no file, or no holder in it."""
     try:
         found = json_input.parse(safe_files.read(path, 1 << 16), _HOLDER)
     except OSError:
@@ -251,7 +220,7 @@ def _read(path: Path) -> Holder | None:
 
 
 def system() -> str:
-    """The boot of the system and its pid namespace; empty if unknown."""
+    """Return the boot of the system and its pid namespace; "" if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -259,7 +228,7 @@ def system() -> str:
 
 
 def runs(pid: int, began: str) -> bool | None:
-    """Whether a process with this start runs on this system; None where the system hides processes of other users."""
+    """Return whether a process with this start runs here; None where the system hides processes of other users."""
     found = started(pid)
     if found or pid < 1:
         return found == began
@@ -271,5 +240,5 @@ def runs(pid: int, began: str) -> bool | None:
 
 
 def started(pid: int) -> str:
-    """The start time of a process in the system's units; empty if there is no such process."""
+    """Return the start time of a process in the system's units; "" if there is no such process."""
     return str(stacks.start_of(pid) or "")

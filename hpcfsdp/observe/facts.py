@@ -12,7 +12,7 @@ from torch import nn
 
 from hpcfsdp import accelerator, env
 from hpcfsdp.comm import Communicator
-from hpcfsdp.launch.versions import versions
+from hpcfsdp.launch.together import versions
 from hpcfsdp.observe import flops
 from hpcfsdp.units.dtensor_unit import dtensor_units_in
 from hpcfsdp.units.flat_unit import units_in

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import hpcfsdp
 from hpcfsdp import env
 from hpcfsdp.errors import LaunchError
-from hpcfsdp.launch import rendezvous, together, versions
+from hpcfsdp.launch import rendezvous, together
 
 pytestmark = [pytest.mark.ranks(2, 1, 3, 4), pytest.mark.transport]
 
@@ -100,11 +100,11 @@ def other_software(world, monkeypatch):
     """``other_software(name, version)``: what all ranks but the first have."""
 
     def change(name, version):
-        found = versions.versions()
+        found = together.versions()
         assert name in found
         if world.rank:
             found[name] = version
-        monkeypatch.setattr(versions, "versions", lambda: found)
+        monkeypatch.setattr(together, "versions", lambda: found)
 
     if world.size == 1:
         pytest.skip("one rank has nobody to differ from")
@@ -113,20 +113,20 @@ def other_software(world, monkeypatch):
 
 @pytest.mark.parametrize("name", ["hpcfsdp", "torch", "Python"])
 def test_ranks_with_other_software_are_named_on_all_ranks(world, other_software, name):
-    versions.compare(world.comm)
+    together.compare_versions(world.comm)
     other_software(name, "0.1")
     first, *others = world.comm.allgather(env.host_name())
     text = rf"{name} is \S+ on rank 0 \({first}\), but 0\.1 on rank 1 \({others[0]}\); "
     text += rf"{len(others)} rank\(s\) differ .*, on {', '.join(dict.fromkeys(others))}:"
     with pytest.raises(LaunchError, match=text) as caught:
-        versions.compare(world.comm)
+        together.compare_versions(world.comm)
     assert caught.value.raised_on_all_ranks
 
 
 @pytest.mark.parametrize(("name", "version"), [("Python's release", "3.11.99"), ("mpi4py", "9.9"), ("h5py", None)])
 def test_differences_that_may_be_fine_are_logged_once(world, other_software, caplog, name, version):
     other_software(name, version)
-    versions.compare(world.comm)
+    together.compare_versions(world.comm)
     logged = [record.getMessage() for record in caplog.records if record.name == "hpcfsdp.launch"]
     assert len(logged) == (world.rank == 0)
     if logged:
