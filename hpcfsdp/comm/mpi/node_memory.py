@@ -1,6 +1,6 @@
 """Memory that the ranks of one node share, with the flags by which they take turns on it.
 
-docs/developers/windows.md describes the protocol, with the reason of each wait.
+docs/developers/node-memory.md describes the protocol, with the reason of each wait.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All-reduce of tensors that are anywhere in memory, for ranks of one node: in parts, through memory that they share.
 
 A rank copies a part of its tensor to its region, reduces its piece of the part over all regions, and copies the others'
-pieces back. docs/developers/windows.md gives the reason of each wait.
+pieces back. docs/developers/node-memory.md gives the reason of each wait.
 """
 
 from __future__ import annotations
