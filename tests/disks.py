@@ -1,5 +1,6 @@
-"""Disks that fail, stop, and forget: what stands behind ``Files`` in the tests of checkpoints. No tests."""
+"""Disks that fail, stop, and forget, for the tests of checkpoints. No tests."""
 
+import contextlib
 import os
 import random
 import signal
@@ -7,10 +8,20 @@ import time
 from collections import namedtuple
 from pathlib import Path
 
-from hpcfsdp.checkpoint.format.files import System
+from hpcfsdp.checkpoint.format.disk import SYSTEM, System
 
 KINDS = tuple(name for name in vars(System) if not name.startswith("_"))
 SECTOR = 512
+
+
+@contextlib.contextmanager
+def using(system):
+    """Within it `system` makes the calls of this thread, and of the threads of saves that begin; None: the real one."""
+    token = SYSTEM.set(system or System)
+    try:
+        yield system
+    finally:
+        SYSTEM.reset(token)
 
 
 class Watched:

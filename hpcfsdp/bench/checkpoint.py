@@ -32,8 +32,7 @@ from hpcfsdp.bench.step import OWN, quiet
 from hpcfsdp.bench.tables import Ratio, Table, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.timing import Times, timed
 from hpcfsdp.checkpoint import CheckpointManager, HDF5Writer
-from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.agree import raise_together
 from hpcfsdp.errors import HpcfsdpError
@@ -204,7 +203,6 @@ class _Contest:
         self._spare = [torch.empty_like(shard) for shard in self._mine]
         self._saved = {id(model): _digest(model) for model in (own, peer)}
         self._columns = {name: _columns_like(value) for name, value in peer.state_dict().items()}
-        self._files = Files()
         self._manager, self._step = CheckpointManager(folder / "managed", keep_last=1, asynchronous=True), 0
 
     def run(self, repeats: int) -> dict[str, dict[str, Times]]:
@@ -308,14 +306,14 @@ class _Contest:
 
     def _save_raw(self) -> None:
         with open(self._own_file(RAW), "xb", buffering=0) as file:
-            self._files.write(file.fileno(), [memoryview(shard.numpy()) for shard in self._mine], 0)
+            disk.write(file.fileno(), [memoryview(shard.numpy()) for shard in self._mine], 0)
             os.fsync(file.fileno())
 
     def _load_raw(self) -> None:
         offset = 0
         with open(self._own_file(RAW), "rb", buffering=0) as file:
             for shard in self._mine:
-                offset += self._files.read(file.fileno(), memoryview(shard.numpy()).cast("B"), offset)
+                offset += disk.read(file.fileno(), memoryview(shard.numpy()).cast("B"), offset)
 
     def _save_dcp(self) -> None:
         writer = dcp.FileSystemWriter(self._path(DCP))  # forces files to the disk by default

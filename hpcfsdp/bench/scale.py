@@ -39,7 +39,6 @@ from hpcfsdp.bench.host import shard_rows
 from hpcfsdp.bench.new_process import measured_in_new_process
 from hpcfsdp.bench.step import OWN, loss_of, make_batch, make_model, wrap
 from hpcfsdp.bench.tables import Table, mib, readable
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.saving import rng
 from hpcfsdp.checkpoint.saving.content import Content, SaveArguments, bytes_in_memory, collect_content
 from hpcfsdp.checkpoint.saving.temporary import BlockWriter, TemporaryFile, extent_rows
@@ -320,10 +319,10 @@ def _write(path: Path, content: Content, tensors: Sequence[StateTensor]) -> None
         tensor, numel = plan.blocks[["tensor", "numel"]][index].item()
         return np.zeros(numel * plan.specs[tensor].itemsize, np.uint8)
 
-    temporary = TemporaryFile(Files(), path, "imagined")
+    temporary = TemporaryFile(path, "imagined")
     temporary.create(metadata_image.nbytes)
     with temporary.opened() as fd:
-        writer = BlockWriter(temporary.files, fd, plan, metadata_image.offsets, bytes_of)
+        writer = BlockWriter(fd, plan, metadata_image.offsets, bytes_of)
         sums = writer.write(np.arange(len(plan.blocks)))
     order = np.argsort(plan.blocks["rank"], kind="stable")
     temporary.commit(metadata_image, extent_rows(plan, metadata_image.offsets, [sums[order].tobytes()]))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcfsdp.checkpoint.format import disk
 from hpcfsdp.checkpoint.format.access import unreadable
 from hpcfsdp.checkpoint.format.catalog import checkpoint_files, step_of
 from hpcfsdp.checkpoint.format.file_kind import is_checkpoint, is_hdf5
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.manager import retention
 from hpcfsdp.cli.folders import size_of
 from hpcfsdp.cli.reporting import Parser, print_result
@@ -53,10 +53,9 @@ def main(arguments: Sequence[str]) -> int:
         left_behind = retention.abandoned(folder, time.time())
         entries = _entries(removal, left_behind)
         if not options.dry_run:
-            files = Files()
-            retention.remove(files, removal.going)
+            retention.remove(removal.going)
             for path in left_behind:
-                files.remove(path)
+                disk.remove(path)
     except OSError as error:
         raise unreadable(error.filename or options.folder, error) from error
     goes = "would go" if options.dry_run else "removed"

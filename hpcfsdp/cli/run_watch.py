@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp.checkpoint.format.files import reason
+from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.cli.argument_types import number_in
 from hpcfsdp.cli.printing import console
 from hpcfsdp.cli.reporting import Parser, print_json, print_line

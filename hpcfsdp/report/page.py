@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp._version import __version__
-from hpcfsdp.checkpoint.format.files import reason
+from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.errors import HpcfsdpError, needs_extra
 from hpcfsdp.report.drawing import Figure
 from hpcfsdp.report.page_tables import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp.checkpoint.format.files import reason
+from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.errors import HpcfsdpError, UsageError, needs_extra
 from hpcfsdp.hang import report as hang_report
 from hpcfsdp.launch.lock import training_in

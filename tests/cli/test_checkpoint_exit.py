@@ -15,7 +15,7 @@ import torch
 
 import hpcfsdp
 from hpcfsdp.checkpoint import CheckpointManager
-from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.disk import SYSTEM, System
 
 class Slow(System):
     def fsync(self, fd):
@@ -26,7 +26,8 @@ class Slow(System):
 
 world = hpcfsdp.init("cpu")
 model = hpcfsdp.FullyShardedDataParallel(torch.nn.Linear(3, 4))
-manager = CheckpointManager("saved", asynchronous=True, files=Files(Slow()))
+SYSTEM.set(Slow())
+manager = CheckpointManager("saved", asynchronous=True)
 manager.save(1, model=model)
 if sys.argv[1] == "finalize":
     try:

@@ -17,17 +17,17 @@ ALONE = """
 import json, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 import numpy as np
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.single import write_alone
-from tests.disks import Killing, Watched
+from tests.disks import Killing, Watched, using
 
 SPECS = [TensorSpec("model/w", (7, 13), "float32"), TensorSpec("model/v", (3,), "bfloat16")]
 
 def write(path, value, system):
     read = lambda spec, start, numel: np.full(numel, value, schema.numpy_dtype(spec.dtype))
-    write_alone(path, SPECS, read, step=value, files=Files(system))
+    with using(system):
+        write_alone(path, SPECS, read, step=value)
 
 watched = Watched()
 write("old.h5", 1, watched)
@@ -146,8 +146,7 @@ import torch
 from torch import nn
 import hpcfsdp
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint.format.files import Files
-from tests.disks import Killing, Watched
+from tests.disks import Killing, Watched, using
 
 rank, step = int(sys.argv[2]), sys.argv[3]  # a number of a call, or the name of the first of a kind
 world = hpcfsdp.init("cpu")
@@ -155,7 +154,8 @@ world = hpcfsdp.init("cpu")
 def save(value, system):
     model = nn.ParameterDict({"w": nn.Parameter(torch.full((7, 13), float(value)))})
     model = hpcfsdp.FullyShardedDataParallel(model)
-    checkpoint.save("a.h5", model=model, step=value, files=Files(system))
+    with using(system):
+        checkpoint.save("a.h5", model=model, step=value)
 
 if rank < 0:
     save(3, None)

@@ -13,7 +13,7 @@ from torch import nn
 
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format.catalog import ABANDONED_AFTER_S, partial_path
-from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.comm.mpi.communicator import MpiCommunicator
@@ -26,6 +26,7 @@ from hpcfsdp.errors import (
 )
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
 from hpcfsdp.params.layout import FlatLayout
+from tests.disks import using
 from tests.mpi.models import (
     Block,
     Net,
@@ -328,7 +329,7 @@ def test_the_ranks_of_a_node_check_a_file_together_and_each_node_what_it_loads(c
     path = checkpoint.save(shared_path / "shared.h5", model=model)
     index = open_index(path)
     whole, node = dict(make_net().named_parameters()), comm.rank % nodes
-    monkeypatch.setattr("hpcfsdp.checkpoint.format.files._system_id", lambda: str(node))
+    monkeypatch.setattr("hpcfsdp.checkpoint.format.disk._system_id", lambda: str(node))
     real, checked = BlockReader.check_rows, []
 
     def check_rows(self, places):
@@ -399,8 +400,8 @@ def test_a_failure_of_any_rank_is_everyones_and_loses_nothing(comm, shared_path,
     system = System()
     if comm.rank == failing:
         setattr(system, call, fail)
-    with pytest.raises(CheckpointError, match=r"kept\.h5.*No space left on device") as caught:
-        checkpoint.save(path, model=model, optimizer=optimizer, step=2, files=Files(system))
+    with pytest.raises(CheckpointError, match=r"kept\.h5.*No space left on device") as caught, using(system):
+        checkpoint.save(path, model=model, optimizer=optimizer, step=2)
     assert comm.rank == failing or f"rank {failing}: " in str(caught.value)
     comm.all_gather_object(None)
     assert os.listdir(shared_path) == ["kept.h5"]

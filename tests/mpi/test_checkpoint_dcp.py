@@ -18,9 +18,10 @@ import hpcfsdp.state_dict as ours
 from hpcfsdp import checkpoint
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.checkpoint import HDF5Reader, HDF5Writer, open_index
-from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
+from tests.disks import using
 from tests.mpi.models import adamw, make_net, shard
 
 pytestmark = pytest.mark.ranks(2, 1, 3)
@@ -335,9 +336,9 @@ def test_an_exchange_that_fails_on_any_rank_is_everyones_error(several, world, s
             return super().resolve_data(item)
 
     for bad in range(world.size):
-        files = Files(Fails("pwritev")) if world.rank == bad and kind == "disk" else None
-        writer = HDF5Writer(shared_path / "a.h5", files=files)
-        failures = failures_of(dcp.save, state, storage_writer=writer, planner=Planner())
+        writer = HDF5Writer(shared_path / "a.h5")
+        with using(Fails("pwritev") if world.rank == bad and kind == "disk" else None):
+            failures = failures_of(dcp.save, state, storage_writer=writer, planner=Planner())
         assert sorted(failures) == list(range(world.size))
         reason = "no such value" if kind == "values" else os.strerror(errno.EIO)
         assert all(reason in str(error) for error in failures.values())
@@ -356,8 +357,8 @@ def test_a_disk_that_fails_on_any_rank_is_everyones_error(world, shared_path, ca
     before = path.read_bytes()
     world.comm.Barrier()
     for bad in range(world.size):
-        files = Files(Fails(call)) if world.rank == bad else None
-        failures = failures_of(dcp.save, state, storage_writer=HDF5Writer(path, files=files))
+        with using(Fails(call) if world.rank == bad else None):
+            failures = failures_of(dcp.save, state, storage_writer=HDF5Writer(path))
         assert str(failures[bad]) == f"{path}: cannot write the checkpoint: {os.strerror(errno.EIO)}"
         assert isinstance(failures[bad], CheckpointError)
         assert all("another rank failed" in str(e) for rank, e in failures.items() if rank != bad)

@@ -12,14 +12,13 @@ from torch import nn
 
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format.catalog import partial_path
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.launch.topology import Topology
-from tests.disks import Cut, Failing, Logged, Watched, folder_of, power_cuts
+from tests.disks import Cut, Failing, Logged, Watched, folder_of, power_cuts, using
 
 CODES = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 
@@ -64,9 +63,8 @@ def save(request, comm, make_comm, shared_path, monkeypatch):
         if value not in models:
             models[value] = model_of(value, group)
         try:
-            return checkpoint.save(
-                shared_path / "a.h5", model=models[value], step=value, writer=writer, files=Files(system)
-            )
+            with using(system):
+                return checkpoint.save(shared_path / "a.h5", model=models[value], step=value, writer=writer)
         finally:
             comm.all_gather_object(None)
 

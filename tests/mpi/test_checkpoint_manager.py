@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.catalog import checkpoint_path
-from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.manager import retention
 from hpcfsdp.checkpoint.saving import pending
 from hpcfsdp.checkpoint.saving.staging import Ring
@@ -27,6 +27,7 @@ from hpcfsdp.errors import (
 )
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.state.model import communicator_of
+from tests.disks import using
 from tests.mpi.models import adamw, make_net, shard, train_sharded
 
 pytestmark = pytest.mark.ranks(2, 1)
@@ -109,7 +110,7 @@ def test_what_is_saved_is_what_there_was_at_the_call(comm, shared_path, trained)
     torch.manual_seed(comm.rank)
     checkpoint.save(shared_path / "now.h5", model=model, optimizer=optimizer, step=2, extra={"table": table})
     gate = Gate("pwritev")
-    with checkpoint.CheckpointManager(shared_path / "run", asynchronous=True, files=Files(gate)) as manager:
+    with using(gate), checkpoint.CheckpointManager(shared_path / "run", asynchronous=True) as manager:
         path = manager.save(2, model=model, optimizer=optimizer, extra={"table": table})
         table[:] = -7
         disturb(model, optimizer)
@@ -126,9 +127,10 @@ def test_writing_begins_within_the_save_and_two_steps_commit(comm, shared_path, 
     model, optimizer = trained
     forced = Gate("fsync")
     forced.open_gate.set()
-    manager = checkpoint.CheckpointManager(shared_path, asynchronous=True, files=Files(forced))
+    manager = checkpoint.CheckpointManager(shared_path, asynchronous=True)
     curve = {"loss": ([1, 2], [0.5, float(comm.rank)])}
-    path = manager.save(1, model=model, optimizer=optimizer, extra=None if comm.rank else {"a": 1}, metrics=curve)
+    with using(forced):
+        path = manager.save(1, model=model, optimizer=optimizer, extra=None if comm.rank else {"a": 1}, metrics=curve)
     under_way = next(iter(pending._uncommitted))
     assert forced.reached.wait(60)  # nobody has called step()
     under_way.wait_for_threads()
@@ -177,8 +179,8 @@ def test_a_folder_that_a_rank_does_not_see_is_reported(comm, shared_path, traine
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             return os.open(path, flags, *mode)
 
-    files = Files(Blind()) if comm.rank == 1 else None
-    with checkpoint.CheckpointManager(shared_path, asynchronous=asynchronous, files=files) as manager:
+    system = Blind() if comm.rank == 1 else None
+    with using(system), checkpoint.CheckpointManager(shared_path, asynchronous=asynchronous) as manager:
         message = r"step-00000001\.h5: .*does not see the folder of rank 0: save to a file system that all ranks share"
         with pytest.raises(CheckpointError, match=message) as caught:
             manager.save(1, model=trained[0])
@@ -199,8 +201,8 @@ def test_a_file_that_other_ranks_see_late_is_waited_for(comm, shared_path, train
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             return os.open(path, flags, *mode)
 
-    files = None if comm.rank == 0 else Files(Late())
-    with checkpoint.CheckpointManager(shared_path, asynchronous=True, files=files) as manager:
+    system = None if comm.rank == 0 else Late()
+    with using(system), checkpoint.CheckpointManager(shared_path, asynchronous=True) as manager:
         path = manager.save(1, model=trained[0])
     assert checkpoint.open_index(path).info.step == 1
 
@@ -210,9 +212,9 @@ def test_an_error_of_any_kind_in_a_thread_is_everyones_and_names_the_file(comm, 
         def pwritev(self, *arguments):
             raise MemoryError("no memory")
 
-    files = Files(NoMemory()) if comm.rank == comm.size - 1 else None
-    manager = checkpoint.CheckpointManager(shared_path, asynchronous=True, files=files)
-    manager.save(1, model=trained[0])
+    manager = checkpoint.CheckpointManager(shared_path, asynchronous=True)
+    with using(NoMemory() if comm.rank == comm.size - 1 else None):
+        manager.save(1, model=trained[0])
     with pytest.raises(CheckpointError, match=r"step-0+1\.h5: cannot write the checkpoint: MemoryError: no memory"):
         pending._finish(list(pending._uncommitted))
     manager.close()
@@ -338,8 +340,8 @@ def test_what_has_to_be_gathered_is_staged_too(world, comm, shared_path):
 def test_a_save_is_committed_at_a_later_step_and_the_next_one_waits_for_it(comm, shared_path, trained):
     model, optimizer = trained
     gate = Gate("replace")
-    files = Files(gate) if comm.rank == 0 else None
-    with checkpoint.CheckpointManager(shared_path, asynchronous=True, files=files) as manager:
+    system = gate if comm.rank == 0 else None
+    with using(system), checkpoint.CheckpointManager(shared_path, asynchronous=True) as manager:
         manager.step()  # nothing is under way
         manager.wait()
         first = manager.save(1, model=model, optimizer=optimizer)
@@ -366,9 +368,9 @@ def test_a_failure_on_any_rank_is_everyones_at_the_same_call(comm, shared_path, 
         good = manager.save(1, model=model, optimizer=optimizer)
         manager.wait()
         before = contents(good)
-        manager._files = Files(Gate(call, errno.ENOSPC)) if comm.rank == failing else Files()
         calls = 0
-        with pytest.raises(CheckpointError) as caught:
+        broken = Gate(call, errno.ENOSPC) if comm.rank == failing else None
+        with pytest.raises(CheckpointError) as caught, using(broken):
             manager.save(2, model=model, optimizer=optimizer)
             while True:
                 calls += 1
@@ -382,7 +384,6 @@ def test_a_failure_on_any_rank_is_everyones_at_the_same_call(comm, shared_path, 
         assert names(shared_path) == [good.name]
         assert contents(good) == before
         manager.step()  # once is enough
-        manager._files = Files()
         again = manager.save(2, model=model, optimizer=optimizer)
     assert checkpoint.open_index(again).info.step == 2
     assert manager.latest() == again
@@ -390,10 +391,10 @@ def test_a_failure_on_any_rank_is_everyones_at_the_same_call(comm, shared_path, 
 
 def test_a_failure_is_raised_by_the_next_save_by_wait_and_by_close(comm, shared_path, trained):
     model, _ = trained
-    broken = Files(Gate("fsync", errno.EIO))
-    manager = checkpoint.CheckpointManager(shared_path, asynchronous=True, files=broken)
+    manager = checkpoint.CheckpointManager(shared_path, asynchronous=True)
     for call in (lambda: manager.save(2, model=model), manager.wait, manager.close):
-        manager.save(1, model=model)
+        with using(Gate("fsync", errno.EIO)):
+            manager.save(1, model=model)
         with pytest.raises(CheckpointError, match=r"step-00000001\.h5: .*Input/output error"):
             call()
         barrier(comm)
@@ -404,14 +405,13 @@ def test_a_failure_is_raised_by_the_next_save_by_wait_and_by_close(comm, shared_
 
 def test_a_failure_while_a_small_ring_is_full_does_not_hang(comm, shared_path):
     model, optimizer = wide(comm)
-    files = Files(Gate("pwritev", errno.ENOSPC)) if comm.rank == comm.size - 1 else None
-    manager = checkpoint.CheckpointManager(shared_path, asynchronous=True, staging_bytes=CAP, files=files)
-    manager.save(1, model=model, optimizer=optimizer)
+    manager = checkpoint.CheckpointManager(shared_path, asynchronous=True, staging_bytes=CAP)
+    with using(Gate("pwritev", errno.ENOSPC) if comm.rank == comm.size - 1 else None):
+        manager.save(1, model=model, optimizer=optimizer)
     with pytest.raises(CheckpointError, match="No space left"):
         manager.wait()
     barrier(comm)
     assert names(shared_path) == []
-    manager._files = Files()
     manager.save(1, model=model, optimizer=optimizer)
     manager.close()
     assert checkpoint.open_index(manager.latest()).info.step == 1
@@ -439,8 +439,8 @@ def test_a_value_that_cannot_be_saved_is_refused_at_the_call(comm, shared_path, 
 
 def test_an_error_of_one_rank_gives_the_file_up_without_waiting_for_others(comm, shared_path, trained, caplog):
     gate = Gate("fsync")
-    manager = checkpoint.CheckpointManager(shared_path, asynchronous=True, files=Files(gate))
-    with caplog.at_level("ERROR", "hpcfsdp"), pytest.raises(ZeroDivisionError), manager:
+    manager = checkpoint.CheckpointManager(shared_path, asynchronous=True)
+    with using(gate), caplog.at_level("ERROR", "hpcfsdp"), pytest.raises(ZeroDivisionError), manager:
         manager.save(1, model=trained[0])
         raise ZeroDivisionError
     assert "step-00000001.h5: was not committed, and is discarded because of an error" in caplog.text
@@ -606,11 +606,10 @@ def test_retention_leaves_the_last_good_file_when_those_after_it_are_damaged(com
 
 
 def test_a_file_that_cannot_be_removed_is_reported_and_does_no_other_harm(comm, shared_path, trained, caplog):
-    with caplog.at_level("WARNING", "hpcfsdp"):
-        files = Files(Gate("unlink", errno.EPERM))
-        with checkpoint.CheckpointManager(shared_path, keep_last=1, files=files) as manager:
-            manager.save(1, model=trained[0])
-            manager.save(2, model=trained[0])
+    manager = checkpoint.CheckpointManager(shared_path, keep_last=1)
+    with caplog.at_level("WARNING", "hpcfsdp"), using(Gate("unlink", errno.EPERM)), manager:
+        manager.save(1, model=trained[0])
+        manager.save(2, model=trained[0])
     if comm.rank == 0:
         assert "old checkpoints were not removed: " in caplog.text
         assert "step-00000001.h5: cannot be removed: Operation not permitted" in caplog.text

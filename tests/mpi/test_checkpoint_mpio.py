@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.saving import content, mpio
 from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
+from tests.disks import using
 from tests.mpi.models import adamw, make_net, shard, train_sharded
 
 pytestmark = pytest.mark.hdf5
@@ -131,9 +132,8 @@ def test_a_failure_of_rank_0_is_everyones_and_loses_nothing(comm, shared_path, n
     model = shard(make_net())
     checkpoint.save(shared_path / "x.h5", model=model, step=1)
     before = (shared_path / "x.h5").read_bytes()
-    with pytest.raises(CheckpointError, match="No space left"):
-        files = Files(Failing(comm.rank == 0, name))
-        checkpoint.save(shared_path / "x.h5", model=model, step=2, writer="mpio", files=files)
+    with pytest.raises(CheckpointError, match="No space left"), using(Failing(comm.rank == 0, name)):
+        checkpoint.save(shared_path / "x.h5", model=model, step=2, writer="mpio")
     comm.barrier()
     assert [path.name for path in shared_path.iterdir()] == ["x.h5"]
     assert (shared_path / "x.h5").read_bytes() == before

@@ -11,13 +11,14 @@ import torch
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format import parts
 from hpcfsdp.checkpoint.format.catalog import ABANDONED_AFTER_S, checkpoint_files
-from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.format.footer import packed_bytes
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.saving import subfiles
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 from hpcfsdp.launch.topology import Topology
+from tests.disks import using
 from tests.mpi.models import adamw, make_net, shard, train_sharded
 
 pytestmark = pytest.mark.ranks(3)
@@ -168,7 +169,7 @@ def test_parts_go_with_the_checkpoint_that_named_them(team, model, shared_path):
             reader.read("model/blocks.0.up.weight", 0, 1)
     team.barrier()
     if team.rank == 0:
-        parts.remove_checkpoint(Files(), shared_path / "x.h5")
+        parts.remove_checkpoint(shared_path / "x.h5")
         assert names(shared_path) == []
     team.barrier()
     checkpoint.save(shared_path / "x.h5", model=model, writer="subfiles")
@@ -241,7 +242,8 @@ def test_whatever_fails_on_the_first_or_last_rank_leaves_the_old_checkpoint(team
         for number in range(1, 40):
             system = Failing(name, number) if team.rank == rank else System()
             try:
-                checkpoint.save(path, model=model, step=2, writer="subfiles", files=Files(system))
+                with using(system):
+                    checkpoint.save(path, model=model, step=2, writer="subfiles")
             except CheckpointError as error:
                 assert "No space left" in str(error)
                 failures += 1

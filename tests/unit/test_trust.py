@@ -21,17 +21,19 @@ FILES = {
         ("accelerator", "bench.pss", "doctor.bandwidth", "doctor.installed", "doctor.mounts"), "/proc, /sys"
     ),
     **dict.fromkeys(
-        ("checkpoint.files", "hang.stacks", "launch.lock", "launch.shutdown", "observe.held_memory"), "/proc"
+        ("checkpoint.format.disk", "hang.stacks", "launch.lock", "hang.departure", "observe.held_memory"), "/proc"
     ),
     **dict.fromkeys(("observe.perfetto", "bench.suite"), "/proc, and for bench a file that the user names"),
     **dict.fromkeys(("bench.checkpoint", "bench.trace"), "its own files, in a folder of its own"),
     **dict.fromkeys(("config", "plan.links", "integrations.recipe", "examples.gpt.data"), "files that the user names"),
     **dict.fromkeys(("checkpoint.convert.peft", "checkpoint.convert.torch_source"), "sources of the page"),
-    **dict.fromkeys(("checkpoint.file_kind", "checkpoint.parts"), "regular files of a folder of checkpoints"),
+    **dict.fromkeys(
+        ("checkpoint.format.file_kind", "checkpoint.format.parts"), "regular files of a folder of checkpoints"
+    ),
     "cli.main": "/dev/null",
-    "comm.window": "shared memory of the page",
+    "comm.mpi.window": "shared memory of the page",
     "report.page": "of the package",
-    "safe_files": "what this page is about",
+    "text.safe_files": "what this page is about",
 }
 """Modules that open files by themselves."""
 
@@ -67,8 +69,10 @@ def test_files_are_opened_safely_or_for_a_reason():
     found = modules_that(
         lambda name, last: name in own or last in ("read_text", "read_bytes", "from_file") or name.endswith(").open")
     )
-    # Of checkpoints, ``Files`` opens regular files alone; MappedTensors.open and read_bytes(files, ...) go through it.
-    through = {"hpcfsdp.checkpoint." + name for name in ("access", "convert.safetensors_source", "inspect.verify")}
+    # Of checkpoints, ``disk`` opens regular files alone; MappedTensors.open and access.read_bytes go through it.
+    through = {
+        "hpcfsdp.checkpoint." + name for name in ("format.access", "convert.safetensors_source", "inspect.verify")
+    }
     through |= {"hpcfsdp.checkpoint.convert.torch_output"}
     assert found - through == {f"hpcfsdp.{name}" for name in FILES}
 

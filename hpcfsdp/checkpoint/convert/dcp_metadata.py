@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from hpcfsdp.checkpoint.convert.pickles import check_pickle, first_line
 from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
-from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.access import LEAST_ROOM_BYTES, ROOM_PER_BYTE, MemoryBudget, open_file
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import whole_box
@@ -37,22 +36,22 @@ _MOST_COMPRESSED = 1000
 """Bytes that one compressed byte can become: about zstd's factor for repeated numbers."""
 
 
-def read_metadata(folder: Path, files: Files) -> Metadata:
+def read_metadata(folder: Path) -> Metadata:
     """Reads and checks the metadata of a folder. Raises CheckpointError where they name foreign classes or are missing,
     CheckpointCorruptError where they are damaged or name files outside the folder.
     """
     path = folder / METADATA_NAME
     try:
-        with open_file(files, path) as fd:
-            nbytes = files.size(fd)
-            MemoryBudget.of_file(files, fd).claim(2 * nbytes)
+        with open_file(path) as fd:
+            nbytes = disk.size(fd)
+            MemoryBudget.of_file(fd).claim(2 * nbytes)
             data = bytearray(nbytes)
-            files.read(fd, memoryview(data), 0)
+            disk.read(fd, memoryview(data), 0)
         stream = io.BytesIO(data)
         check_pickle(stream, sum(info.stat().st_blocks * 512 for info in os.scandir(folder)))
         stream.seek(0)
         found = _MetadataUnpickler(stream).load()
-        _check(found, folder, files)
+        _check(found, folder)
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # damaged bytes lead pickle to any kind of error
@@ -96,7 +95,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-def _check(found: Any, folder: Path, files: Files) -> None:
+def _check(found: Any, folder: Path) -> None:
     """Raises unless all parts have the types that torch writes. Only checked parts are used afterwards."""
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, Mapping):
         raise ValueError("it describes no state dict")
@@ -116,7 +115,7 @@ def _check(found: Any, folder: Path, files: Files) -> None:
         if getattr(info, "transform_descriptors", None):
             compressed.add(name)
     for name, nbytes in lengths.items():
-        _check_file(folder, name, nbytes, files)
+        _check_file(folder, name, nbytes)
     _check_places(found.planner_data)
     for key, described in found.state_dict_metadata.items():
         if not isinstance(key, str):
@@ -127,7 +126,7 @@ def _check(found: Any, folder: Path, files: Files) -> None:
             raise ValueError(f"{key!r} is described by a {type(described).__name__}")
 
 
-def _check_file(folder: Path, name: str, nbytes: int, files: Files) -> None:
+def _check_file(folder: Path, name: str, nbytes: int) -> None:
     """Raises unless the name stays in the folder, and the file there has about as many bytes as the metadata claim."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
@@ -135,8 +134,8 @@ def _check_file(folder: Path, name: str, nbytes: int, files: Files) -> None:
     path = folder / name
     if not os.path.lexists(path):  # files that are not needed may be missing
         return
-    with open_file(files, path) as fd:
-        MemoryBudget.of_file(files, fd).claim(nbytes)
+    with open_file(path) as fd:
+        MemoryBudget.of_file(fd).claim(nbytes)
 
 
 def _check_places(places: Any) -> None:

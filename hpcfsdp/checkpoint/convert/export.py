@@ -12,8 +12,7 @@ import numpy as np
 from hpcfsdp.checkpoint.convert import safetensors
 from hpcfsdp.checkpoint.convert.output import Progress, Step, absolute, new_files, no_progress
 from hpcfsdp.checkpoint.convert.selection import MODEL, Selection, select
-from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.errors import CheckpointError, UsageError
@@ -56,7 +55,6 @@ def export_checkpoint(
     optimizer: bool = False,
     force: bool = False,
     progress: Progress = no_progress,
-    files: Files | None = None,
 ) -> Exported:
     """Writes a checkpoint's tensors in another format; not collective. Every byte is checked against its checksum.
 
@@ -82,15 +80,14 @@ def export_checkpoint(
     kind = _format_of(target, format, shard_bytes)
     index = source if isinstance(source, CheckpointIndex) else open_index(os.path.expanduser(source))
     selection = select(index, names, optimizer=optimizer)
-    files = files or Files()
     if kind == "safetensors":
         with progress("exporting", selection.nbytes) as step:
-            return _to_safetensors(index, selection, target, shard_bytes, force, step, files)
+            return _to_safetensors(index, selection, target, shard_bytes, force, step)
     from hpcfsdp.checkpoint.convert import torch_output  # loads torch, which safetensors do without
 
     write = torch_output.to_pt if kind == "pt" else torch_output.to_dcp
     with progress("exporting", 2 * selection.nbytes) as step:
-        written = write(index, selection, target, force, step, files)
+        written = write(index, selection, target, force, step)
     return Exported(kind, tuple(written), len(selection.tensors), selection.nbytes, _plain_ties(selection))
 
 
@@ -130,7 +127,6 @@ def _to_safetensors(
     shard_bytes: int | None,
     force: bool,
     step: Step,
-    files: Files,
 ) -> Exported:
     names = [(outside_name(path), spec) for path, spec in selection.tensors.items()]
     ties = _plain_ties(selection)
@@ -156,13 +152,13 @@ def _to_safetensors(
         listing = safetensors.index_of(weight_map, selection.nbytes)
         sizes[target / safetensors.INDEX_NAME] = len(listing)
     with (
-        BlockReader(index, files) as reader,
-        new_files(files, sizes, force=force, replaced=_others(target, sizes)) as fds,
+        BlockReader(index) as reader,
+        new_files(sizes, force=force, replaced=_others(target, sizes)) as fds,
     ):
         for path in paths:
-            write_tensors(reader, with_prefix, heads[path], entries[path], files, fds[path], step)
+            write_tensors(reader, with_prefix, heads[path], entries[path], fds[path], step)
         if listing:
-            files.write(fds[target / safetensors.INDEX_NAME], [memoryview(listing)], 0)
+            disk.write(fds[target / safetensors.INDEX_NAME], [memoryview(listing)], 0)
     return Exported("safetensors", tuple(sizes), len(names), selection.nbytes, ties)
 
 
@@ -190,15 +186,14 @@ def write_tensors(
     paths: Mapping[str, str],
     head: bytes,
     entries: Iterable[safetensors.Entry],
-    files: Files,
     fd: int,
     step: Step,
 ) -> None:
     """Writes a safetensors file; `paths` are those of the tensors in the checkpoint, by their new names."""
-    files.write(fd, [memoryview(head)], 0)
+    disk.write(fd, [memoryview(head)], 0)
     for entry in entries:
         begin = entry.begin
         for block in reader.blocks(paths[entry.name]):
-            files.write(fd, [memoryview(block.view(np.uint8))], begin)
+            disk.write(fd, [memoryview(block.view(np.uint8))], begin)
             begin += block.nbytes
             step(block.nbytes)

@@ -16,7 +16,7 @@ from hpcfsdp.checkpoint.convert.output import Progress, absolute, check_absent, 
 from hpcfsdp.checkpoint.convert.safetensors_source import open_safetensors
 from hpcfsdp.checkpoint.convert.source import Source
 from hpcfsdp.checkpoint.format.access import naming_errors
-from hpcfsdp.checkpoint.format.files import Files, check_regular
+from hpcfsdp.checkpoint.format.disk import check_regular
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.plan import check_names
 from hpcfsdp.checkpoint.saving.single import write_alone
@@ -59,7 +59,6 @@ def import_checkpoint(
     optimizer: bool = True,
     force: bool = False,
     progress: Progress = no_progress,
-    files: Files | None = None,
 ) -> Imported:
     """Writes a checkpoint file from files of other programs; not collective. Executes nothing of them.
 
@@ -80,7 +79,6 @@ def import_checkpoint(
     """
     if step is not None and not _STEPS.min <= step <= _STEPS.max:
         raise UsageError(f"--step {step} is no step: it must fit into 64 bits")
-    files = files or Files()
     path, target = absolute(source), absolute(output)
     with reading(path):
         if not path.is_dir():
@@ -88,7 +86,7 @@ def import_checkpoint(
         kind = _format_of(path, format)
         check_absent(target, force=force)
         with contextlib.ExitStack() as stack:
-            found = stack.enter_context(_opened(kind, path, files, optimizer))
+            found = stack.enter_context(_opened(kind, path, optimizer))
             with naming_errors(path):
                 check_names(found.specs, found.links)  # unsupported dtypes have no sizes
             found.tie(ties)
@@ -118,7 +116,6 @@ def import_checkpoint(
                 extra=found.extra,
                 groups=found.groups,
                 scalars=found.scalars,
-                files=files,
             )
     return Imported(
         target,
@@ -150,9 +147,9 @@ def _format_of(path: Path, kind: str | None) -> str:
     raise UsageError(f"{path}: the name does not determine the format: give --format {'|'.join(FORMATS)}")
 
 
-def _opened(kind: str, path: Path, files: Files, optimizer: bool) -> contextlib.AbstractContextManager[Source]:
+def _opened(kind: str, path: Path, optimizer: bool) -> contextlib.AbstractContextManager[Source]:
     if kind == "safetensors":
-        return open_safetensors(path, files, optimizer=optimizer)
+        return open_safetensors(path, optimizer=optimizer)
     from hpcfsdp.checkpoint.convert import torch_source  # loads torch, which safetensors do without
 
     if kind == "pt":

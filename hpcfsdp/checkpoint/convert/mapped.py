@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from hpcfsdp.checkpoint.convert.output import Step
+from hpcfsdp.checkpoint.format import disk
 from hpcfsdp.checkpoint.format.access import open_file
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format.index import CheckpointIndex
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
@@ -30,9 +30,9 @@ class MappedTensors:
     ``open`` verifies all checksums. Tensors that are not contiguous in this one file are copied into a temporary file.
     """
 
-    def __init__(self, index: CheckpointIndex, specs: Iterable[TensorSpec], spool_folder: Path, files: Files) -> None:
+    def __init__(self, index: CheckpointIndex, specs: Iterable[TensorSpec], spool_folder: Path) -> None:
         """Touches no disk. `spool_folder` has room for the temporary file."""
-        self._index, self._specs, self._files = index, list(specs), files
+        self._index, self._specs = index, list(specs)
         self._spool_folder = spool_folder
         self._maps: list[mmap.mmap] = []
         self._places: dict[str, tuple[int, int]] = {}
@@ -41,8 +41,8 @@ class MappedTensors:
     def open(self, step: Step) -> MappedTensors:
         """Verifies and maps the tensors; raises as ``BlockReader``. Returns the object itself, for ``with``."""
         with contextlib.ExitStack() as stack:
-            reader = stack.enter_context(BlockReader(self._index, self._files))
-            fd = stack.enter_context(open_file(self._files, self._index.info.path, self._index.footer))
+            reader = stack.enter_context(BlockReader(self._index))
+            fd = stack.enter_context(open_file(self._index.info.path, self._index.footer))
             spool = stack.enter_context(tempfile.TemporaryFile(dir=self._spool_folder))
             end = 0
             for spec in self._specs:
@@ -54,7 +54,7 @@ class MappedTensors:
                     self._places[spec.path] = 0, begin
                 for block in reader.blocks(spec.path):
                     if begin is None:
-                        self._files.write(spool.fileno(), [memoryview(block.view(np.uint8))], end)
+                        disk.write(spool.fileno(), [memoryview(block.view(np.uint8))], end)
                         end += block.nbytes
                     step(block.nbytes)
             self._maps = [_map(fd, stack), _map(spool.fileno(), stack)] if end else [_map(fd, stack)]

@@ -8,8 +8,9 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
+from hpcfsdp.checkpoint.format import disk
 from hpcfsdp.checkpoint.format.catalog import new_token, partial_path, partials_of
-from hpcfsdp.checkpoint.format.files import Files, reason
+from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.checkpoint.format.parts import remove_abandoned
 from hpcfsdp.errors import CheckpointError
 
@@ -64,7 +65,7 @@ def check_room(folder: Path, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def new_files(
-    files: Files, sizes: Mapping[Path, int], *, force: bool, replaced: Collection[Path] = ()
+    sizes: Mapping[Path, int], *, force: bool, replaced: Collection[Path] = ()
 ) -> Iterator[Mapping[Path, int]]:
     """Writes files of one folder under temporary names and renames them at the end, all or none.
 
@@ -89,32 +90,32 @@ def new_files(
         with writing(first):
             first.parent.mkdir(parents=True, exist_ok=True)
             for path in sizes:
-                remove_abandoned(files, path)
+                remove_abandoned(path)
             check_room(first.parent, sum(sizes.values()))
             for path, nbytes in sizes.items():
                 if path.is_dir():
                     raise CheckpointError(f"{path}: is a folder, and no file can take its place")
-                fds[path] = files.create(partials[path], nbytes)
+                fds[path] = disk.create(partials[path], nbytes)
             yield fds
             for path in sizes:
-                files.sync(fds[path])
-                files.close(fds.pop(path))
+                disk.sync(fds[path])
+                disk.close(fds.pop(path))
             several = first != index
             for path in (*replaced, index) if several else ():
-                files.remove(path)
+                disk.remove(path)
             for path, partial in partials.items():
-                files.rename(partial, path)
+                disk.rename(partial, path)
                 named.append(path)
             for path in () if several else replaced:
-                files.remove(path)
-            files.sync_folder(first.parent)
+                disk.remove(path)
+            disk.sync_folder(first.parent)
     except BaseException:
         incomplete = named if len(named) < len(sizes) else []
         for fd in fds.values():
-            files.close(fd)
+            disk.close(fd)
         with contextlib.suppress(OSError):
             for partial in (*partials.values(), *incomplete):
-                files.remove(partial)
+                disk.remove(partial)
         _remove_folders(made)
         raise
 
@@ -132,19 +133,18 @@ def new_folder(path: Path, nbytes: int, *, force: bool, ours: Callable[[Path], b
         raise CheckpointError(f"{path}: is not a checkpoint of that format, so it is not replaced: remove it yourself")
     made = _missing_folders(path.parent)
     partial, old = (partial_path(path, new_token()) for _ in range(2))
-    files = Files()
     try:
         with writing(path):
             if exists:  # else what was put aside may be the folder that an interrupted export was to replace
-                remove_abandoned(files, path)
+                remove_abandoned(path)
             partial.mkdir(parents=True)
             check_room(partial, nbytes)
             yield partial
-            files.sync_folder(partial)
+            disk.sync_folder(partial)
             if exists:
                 path.rename(old)
-            files.rename(partial, path)
-            files.sync_folder(path.parent)
+            disk.rename(partial, path)
+            disk.sync_folder(path.parent)
     except BaseException:
         if exists and not os.path.lexists(path):
             with contextlib.suppress(OSError):
@@ -153,7 +153,7 @@ def new_folder(path: Path, nbytes: int, *, force: bool, ours: Callable[[Path], b
         _remove_folders(made)
         raise
     shutil.rmtree(old, ignore_errors=True)
-    remove_abandoned(files, path)
+    remove_abandoned(path)
 
 
 def _missing_folders(path: Path) -> list[Path]:

@@ -12,8 +12,7 @@ from typing import Any
 from hpcfsdp.checkpoint.convert import safetensors
 from hpcfsdp.checkpoint.convert.export import Exported, write_tensors
 from hpcfsdp.checkpoint.convert.output import Progress, absolute, new_files, no_progress
-from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.errors import CheckpointError
@@ -40,7 +39,6 @@ def export_peft(
     adapter: str = "default",
     force: bool = False,
     progress: Progress = no_progress,
-    files: Files | None = None,
 ) -> Exported:
     """Not collective. Export a LoRA or DoRA adapter, and modules that were trained as a whole, for PEFT.
 
@@ -69,7 +67,7 @@ def export_peft(
             f"{index.info.path}: has no LoRA adapter {adapter!r}: no name in it has {_LAYER!r} and {adapter!r}; "
             "`hpcfsdp ls` shows the names"
         )
-    target, files = absolute(folder), files or Files()
+    target = absolute(folder)
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}: is a file; give the name of a folder")
     weights, description = target / WEIGHTS_NAME, target / CONFIG_NAME
@@ -81,11 +79,11 @@ def export_peft(
     sizes = {weights: len(head) + nbytes, description: len(text)}
     with (
         progress("exporting", nbytes) as step,
-        BlockReader(index, files) as reader,
-        new_files(files, sizes, force=force) as fds,
+        BlockReader(index) as reader,
+        new_files(sizes, force=force) as fds,
     ):
-        write_tensors(reader, inside, head, entries, files, fds[weights], step)
-        files.write(fds[description], [memoryview(text)], 0)
+        write_tensors(reader, inside, head, entries, fds[weights], step)
+        disk.write(fds[description], [memoryview(text)], 0)
     return Exported(FORMAT, (weights, description), len(names), nbytes, {})
 
 

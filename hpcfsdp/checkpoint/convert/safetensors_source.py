@@ -14,9 +14,8 @@ from hpcfsdp.checkpoint.convert import safetensors
 from hpcfsdp.checkpoint.convert.export import GROUPS_KEY, SCALARS_KEY, STEP_KEY
 from hpcfsdp.checkpoint.convert.safetensors import Entry
 from hpcfsdp.checkpoint.convert.source import Source
-from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.access import MemoryBudget, naming_errors, open_file, read_bytes
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format.json_types import check_optimizer
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
@@ -25,7 +24,7 @@ _OPTIM = f"{schema.OPTIM_STATE}/"
 
 
 @contextlib.contextmanager
-def open_safetensors(path: Path, files: Files, *, optimizer: bool = True) -> Iterator[Source]:
+def open_safetensors(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
     """Opens a file ``*.safetensors``, a folder of them, or the files of an index.
 
     Metadata describe tied tensors as ``safetensors.torch.save_model`` and ``export_checkpoint`` write them. Without
@@ -34,9 +33,9 @@ def open_safetensors(path: Path, files: Files, *, optimizer: bool = True) -> Ite
     places: dict[str, tuple[int, Entry]] = {}
     metadata: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
-        for part, expected in _parts(path, files).items():
-            fd = stack.enter_context(open_file(files, part))
-            entries, own = _header(files, fd, part)
+        for part, expected in _parts(path).items():
+            fd = stack.enter_context(open_file(part))
+            entries, own = _header(fd, part)
             _check_listed(part, {entry.name for entry in entries}, expected)
             twice = next((entry.name for entry in entries if entry.name in places), None)
             if twice is not None:
@@ -49,7 +48,7 @@ def open_safetensors(path: Path, files: Files, *, optimizer: bool = True) -> Ite
             fd, entry = by_path[spec.path]
             elements = np.empty(numel, schema.numpy_dtype(spec.dtype))
             view = memoryview(elements.view(np.uint8))
-            if files.read(fd, view, entry.begin + start * spec.itemsize) < view.nbytes:
+            if disk.read(fd, view, entry.begin + start * spec.itemsize) < view.nbytes:
                 raise CheckpointCorruptError(f"{path}: became shorter while it was being read")
             return elements
 
@@ -61,29 +60,29 @@ def open_safetensors(path: Path, files: Files, *, optimizer: bool = True) -> Ite
         yield source
 
 
-def _parts(path: Path, files: Files) -> dict[Path, set[str] | None]:
+def _parts(path: Path) -> dict[Path, set[str] | None]:
     """The files, each with the tensors that an index lists for it."""
     if path.is_dir():
         indices, wholes = (sorted(path.glob(f"*{end}")) for end in (safetensors.INDEX_SUFFIX, safetensors.SUFFIX))
         if path / safetensors.WHOLE_NAME in wholes:
             return {path / safetensors.WHOLE_NAME: None}
         if len(indices) == 1:
-            return _listed(indices[0], files)
+            return _listed(indices[0])
         if len(wholes) == 1 and not indices:
             return {wholes[0]: None}
         found = ", ".join(file.name for file in (indices or wholes)) or "none"
         raise CheckpointError(f"{path}: one safetensors file or one index is needed, there are: {found}")
     if path.name.endswith(".json"):
-        return _listed(path, files)
+        return _listed(path)
     return {path: None}
 
 
-def _listed(path: Path, files: Files) -> dict[Path, set[str] | None]:
-    with open_file(files, path) as fd:
-        nbytes = files.size(fd)
+def _listed(path: Path) -> dict[Path, set[str] | None]:
+    with open_file(path) as fd:
+        nbytes = disk.size(fd)
         if nbytes > safetensors.MAX_HEADER_BYTES:
             raise CheckpointCorruptError(f"{path}: is not an index of safetensors files: it has {nbytes} bytes")
-        text = read_bytes(files, fd, path, 0, nbytes)
+        text = read_bytes(fd, path, 0, nbytes)
     try:
         weight_map = json.loads(text.decode())["weight_map"]
         parts: dict[Path, set[str]] = {}
@@ -99,16 +98,16 @@ def _listed(path: Path, files: Files) -> dict[Path, set[str] | None]:
     return dict(parts)
 
 
-def _header(files: Files, fd: int, path: Path) -> tuple[list[Entry], dict[str, str]]:
-    budget = MemoryBudget.of_file(files, fd)
+def _header(fd: int, path: Path) -> tuple[list[Entry], dict[str, str]]:
+    budget = MemoryBudget.of_file(fd)
 
     def read(begin: int, nbytes: int) -> bytes:
         budget.claim(3 * nbytes)  # its text, and the decoded objects
-        return bytes(read_bytes(files, fd, path, begin, nbytes))
+        return bytes(read_bytes(fd, path, begin, nbytes))
 
     try:
         with naming_errors(path):
-            return safetensors.parse(files.size(fd), read)
+            return safetensors.parse(disk.size(fd), read)
     except ValueError as error:
         raise CheckpointCorruptError(f"{path}: damaged, or not a safetensors file: {error}") from None
 

@@ -17,7 +17,7 @@ from hpcfsdp.checkpoint.convert.mapped import MappedTensors
 from hpcfsdp.checkpoint.convert.output import Step, new_files, new_folder
 from hpcfsdp.checkpoint.convert.recognize import STEP_KEY
 from hpcfsdp.checkpoint.convert.selection import MODEL, OPTIM, Selection
-from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.format import disk
 from hpcfsdp.checkpoint.format.index import CheckpointIndex
 from hpcfsdp.errors import CheckpointError
 
@@ -26,14 +26,12 @@ METADATA_NAME = ".metadata"
 _PIECE_BYTES = 16 << 20
 
 
-def to_pt(
-    index: CheckpointIndex, selection: Selection, target: Path, force: bool, step: Step, files: Files
-) -> list[Path]:
+def to_pt(index: CheckpointIndex, selection: Selection, target: Path, force: bool, step: Step) -> list[Path]:
     """Writes a state dict with ``torch.save``; see ``export_checkpoint``. Tied tensors share their storage."""
-    with new_files(files, {target: selection.nbytes}, force=force) as fds:
+    with new_files({target: selection.nbytes}, force=force) as fds:
         specs = (index.resolve(path) for path in selection.tensors)
-        with MappedTensors(index, specs, target.parent, files).open(step) as mapped:
-            sink = _Sink(files, fds[target], mapped.release, step)
+        with MappedTensors(index, specs, target.parent).open(step) as mapped:
+            sink = _Sink(fds[target], mapped.release, step)
             try:
                 torch.save(_state_dict(index, selection, mapped), sink)
             except Exception as error:
@@ -43,9 +41,7 @@ def to_pt(
     return [target]
 
 
-def to_dcp(
-    index: CheckpointIndex, selection: Selection, target: Path, force: bool, step: Step, files: Files
-) -> list[Path]:
+def to_dcp(index: CheckpointIndex, selection: Selection, target: Path, force: bool, step: Step) -> list[Path]:
     """Writes a ``torch.distributed.checkpoint`` folder; see ``export_checkpoint``.
 
     Each name of a tied tensor gets a copy.
@@ -53,7 +49,7 @@ def to_dcp(
     copies = sum(selection.tensors[path].nbytes for path in selection.ties.values())
     with new_folder(target, selection.nbytes + copies, force=force, ours=is_dcp) as folder:
         specs = (index.resolve(path) for path in selection.tensors)
-        with MappedTensors(index, specs, folder.parent, files).open(step) as mapped, _quiet():
+        with MappedTensors(index, specs, folder.parent).open(step) as mapped, _quiet():
             writer = dcp.FileSystemWriter(folder)
             planner = _Planner(mapped.release, step)
             try:
@@ -94,8 +90,8 @@ class _Sink:
     It keeps errors until the end: torch's code does not handle them in between.
     """
 
-    def __init__(self, files: Files, fd: int, release: Callable[[], None], step: Step) -> None:
-        self._files, self._fd, self._release, self._step = files, fd, release, step
+    def __init__(self, fd: int, release: Callable[[], None], step: Step) -> None:
+        self._fd, self._release, self._step = fd, release, step
         self._end = self._since_release = 0
         self.failure: OSError | None = None
 
@@ -105,7 +101,7 @@ class _Sink:
             piece = view[begin : begin + _PIECE_BYTES]
             if self.failure is None:
                 try:
-                    self._files.write(self._fd, [piece], self._end)
+                    disk.write(self._fd, [piece], self._end)
                 except OSError as error:
                     self.failure = error
             self._end += piece.nbytes

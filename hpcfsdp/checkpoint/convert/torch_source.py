@@ -23,8 +23,8 @@ from hpcfsdp.checkpoint.convert.pickles import check_pickle, first_line
 from hpcfsdp.checkpoint.convert.recognize import OPTIM_KEYS, Parts, Stored, alike, sort_out
 from hpcfsdp.checkpoint.convert.source import Source
 from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
+from hpcfsdp.checkpoint.format import disk
 from hpcfsdp.checkpoint.format.access import MemoryBudget, naming_errors, open_file
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format.schema import MOST_LEVELS, TensorSpec
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
@@ -41,14 +41,13 @@ def open_pt(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
     A file of the format before torch 1.6 is read whole. Raises CheckpointError for content that only executing it could
     read, CheckpointCorruptError for damage. Without `optimizer`, its state is left out.
     """
-    files = Files()
-    with open_file(files, path) as fd, naming_errors(path), _damage_of(path, ", or not a file of torch.save"):
-        budget = MemoryBudget.of_file(files, fd)
+    with open_file(path) as fd, naming_errors(path), _damage_of(path, ", or not a file of torch.save"):
+        budget = MemoryBudget.of_file(fd)
         is_zip = zipfile.is_zipfile(path)
         if not is_zip and os.pread(fd, 1, 0) != pickle.PROTO:
             raise ValueError("neither zip archive nor pickle")
         with os.fdopen(os.dup(fd), "rb") as stream:
-            check_torch_file(stream, budget, files.allocated(fd))
+            check_torch_file(stream, budget, disk.allocated(fd))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch will change the class of storages
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -177,7 +176,7 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Any:
         if self._metadata is None:
-            self._metadata = read_metadata(self._folder, Files())
+            self._metadata = read_metadata(self._folder)
         return self._metadata
 
     def read_tensor(self, key: str, described: TensorStorageMetadata) -> torch.Tensor:

@@ -24,10 +24,9 @@ from torch.futures import Future
 from hpcfsdp.checkpoint.dcp.columns import Round, rows_blocks
 from hpcfsdp.checkpoint.dcp.global_plan import box_of, plan_entries, plan_exchange, plan_tensors
 from hpcfsdp.checkpoint.dcp.row_exchange import Exchange
-from hpcfsdp.checkpoint.format import entry_names as names, schema
+from hpcfsdp.checkpoint.format import disk, entry_names as names, schema
 from hpcfsdp.checkpoint.format.catalog import new_token
 from hpcfsdp.checkpoint.format.entry_names import Entry
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format.metadata import MetadataImage, build_metadata_image
 from hpcfsdp.checkpoint.format.plain_values import Types, to_plain
 from hpcfsdp.checkpoint.format.schema import TensorSpec
@@ -123,7 +122,6 @@ class HDF5Writer(StorageWriter):
         step: int = 0,
         extra: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
-        files: Files | None = None,
     ) -> None:
         """Not collective, touches no disk.
 
@@ -133,11 +131,9 @@ class HDF5Writer(StorageWriter):
             step: the number of the training step, stored in the file.
             extra: further values, as for ``hpcfsdp.checkpoint.save``; the coordinator's are stored.
             config: the configuration of the run, made of JSON values.
-            files: the disk operations, for tests.
         """
         self._path = path
         self._step, self._extra, self._config = operator.index(step), dict(extra or {}), config
-        self._files = files or Files()
         self._pending: _Pending | None = None
         self._discard: weakref.finalize[..., Any] | None = None
         self._whole: list[WriteItem] = []  # what this rank has, also if the planner lets another rank write it
@@ -196,7 +192,7 @@ class HDF5Writer(StorageWriter):
             attributes = root_attributes(self._step, len(plans))
             metadata_image = build_metadata_image(plan.specs, (), len(plan.blocks), attributes, {})
             token = new_token()
-            temporary = TemporaryFile(self._files, path, token)
+            temporary = TemporaryFile(path, token)
             self._discard = weakref.finalize(self, temporary.discard)
             try:
                 temporary.create(metadata_image.nbytes)
@@ -225,7 +221,7 @@ class HDF5Writer(StorageWriter):
         Raises CheckpointError if that fails, or a value cannot be stored. The file is then removed.
         """
         assignment = plan.storage_data
-        temporary = TemporaryFile(self._files, assignment.path, assignment.token)
+        temporary = TemporaryFile(assignment.path, assignment.token)
         comm = None if assignment.rounds is None else cast(World, _world_here()).host
         try:
             results = _write_items(temporary, plan.items, assignment, planner, comm)
@@ -364,7 +360,7 @@ def _write_items(
                 fd = stack.enter_context(temporary.opened())
             written = {n: _look_up(items[n], planner) for n, place in enumerate(assignment.places) if place is None}
             written |= dict.fromkeys(assignment.exchanged, Written())
-            written |= _write_own(temporary.files, fd, items, own, assignment, planner)
+            written |= _write_own(fd, items, own, assignment, planner)
         row_sums = b""
         if comm is not None:
             exchange, values_of = Exchange(comm), functools.partial(_values_of, items, assignment, planner)
@@ -372,10 +368,10 @@ def _write_items(
                 specs = [assignment.rows[rows.tensor][0] for rows in round_.rows]
                 arrays = exchange.rows_of(round_, specs, values_of, agree)
                 with agree():
-                    row_sums += _write_rows(temporary.files, fd, round_, arrays, assignment)
+                    row_sums += _write_rows(fd, round_, arrays, assignment)
         with agree():
             if fd >= 0:
-                temporary.files.sync(fd)
+                disk.sync(fd)
             stack.close()
     if items:
         written[0] = dataclasses.replace(written[0], row_sums=row_sums)
@@ -407,7 +403,6 @@ def _values_of(items: Sequence[WriteItem], assignment: Assignment, planner: Save
 
 
 def _write_own(
-    files: Files,
     fd: int,
     items: Sequence[WriteItem],
     own: Sequence[int],
@@ -420,7 +415,7 @@ def _write_own(
     per_item = [box_blocks(spec.shape, box_of(items[n]), spec.itemsize) for n, spec in zip(own, specs, strict=True)]
     plan, edges = _plan_of(specs, per_item), np.cumsum([0, *map(len, per_item)])
     memory = _Memory([items[number] for number in own], plan, edges, planner)
-    sums = BlockWriter(files, fd, plan, offsets, memory.bytes_of).write(np.arange(len(plan.blocks)))
+    sums = BlockWriter(fd, plan, offsets, memory.bytes_of).write(np.arange(len(plan.blocks)))
     found = {}
     for number, spec, begin, end in zip(own, specs, edges[:-1], edges[1:], strict=True):
         is_group = spec.path.startswith(f"{names.GROUP_TENSORS}/")
@@ -429,7 +424,7 @@ def _write_own(
     return found
 
 
-def _write_rows(files: Files, fd: int, round_: Round, arrays: Sequence[np.ndarray], assignment: Assignment) -> bytes:
+def _write_rows(fd: int, round_: Round, arrays: Sequence[np.ndarray], assignment: Assignment) -> bytes:
     """Writes the rows of a round; the checksums of their blocks, uint64, as bytes."""
     places = [assignment.rows[rows.tensor] for rows in round_.rows]
     specs, offsets = [spec for spec, _ in places], [offset for _, offset in places]
@@ -441,7 +436,7 @@ def _write_rows(files: Files, fd: int, round_: Round, arrays: Sequence[np.ndarra
         begin = start - round_.rows[tensor].start
         return flat[tensor][begin : begin + numel].view(np.uint8)
 
-    return BlockWriter(files, fd, plan, offsets, bytes_of).write(np.arange(len(plan.blocks))).tobytes()
+    return BlockWriter(fd, plan, offsets, bytes_of).write(np.arange(len(plan.blocks))).tobytes()
 
 
 def _plan_of(specs: Sequence[TensorSpec], per_tensor: Sequence[np.ndarray]) -> SavePlan:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import h5py
 
-from hpcfsdp.checkpoint.format.files import Files, reason
+from hpcfsdp.checkpoint.format import disk
+from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.checkpoint.format.footer import Footer, read_footer, read_regions
 from hpcfsdp.checkpoint.format.image import KnownRanges
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
@@ -35,9 +36,9 @@ class MemoryBudget:
         self._left = LEAST_ROOM_BYTES + ROOM_PER_BYTE * nbytes
 
     @classmethod
-    def of_file(cls, files: Files, fd: int) -> MemoryBudget:
+    def of_file(cls, fd: int) -> MemoryBudget:
         """The budget of an open file."""
-        return cls(files.allocated(fd))
+        return cls(disk.allocated(fd))
 
     def claim(self, nbytes: int) -> None:
         """Claims bytes; raises ValueError when the file has claimed too many."""
@@ -55,57 +56,57 @@ def unreadable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
 
 
 @contextlib.contextmanager
-def open_file(files: Files, path: Path, footer: Footer | None = None) -> Iterator[int]:
+def open_file(path: Path, footer: Footer | None = None) -> Iterator[int]:
     """Opens a checkpoint file to read, as a descriptor; raises CheckpointError where that fails.
 
     With `footer`, raises CheckpointReplacedError if the file has another one by now.
     """
     try:
-        fd = files.open_to_read(path)
+        fd = disk.open_to_read(path)
     except IsADirectoryError:
         what = "is a directory, not a checkpoint file (hpcfsdp ls lists those in it)"
         raise CheckpointError(f"{path}: {what}").of_kind("directory") from None
     except OSError as error:
         raise unreadable(path, error) from None
     try:
-        if footer is not None and read_file_footer(files, fd, path) != footer:
+        if footer is not None and read_file_footer(fd, path) != footer:
             raise CheckpointReplacedError(f"{path}: has been replaced since it was opened: open it again")
         yield fd
     finally:
         with contextlib.suppress(OSError):  # nothing was written, and all bytes that were read have been verified
-            files.close(fd)
+            disk.close(fd)
 
 
 @contextlib.contextmanager
-def open_hdf5(files: Files, fd: int, path: Path, footer: Footer | None) -> Iterator[h5py.File]:
+def open_hdf5(fd: int, path: Path, footer: Footer | None) -> Iterator[h5py.File]:
     """Opens a file in HDF5, which sees only the regions that the footer names. Their checksum is verified first."""
     if footer is None:
         with os.fdopen(os.dup(fd), "rb") as plain, h5py.File(plain, "r") as file:
             yield file
         return
-    known = read_file_regions(files, fd, path, footer)
+    known = read_file_regions(fd, path, footer)
     with h5py.File(KnownRanges(footer.file_bytes, known), "r") as file:
         yield file
 
 
-def read_file_regions(files: Files, fd: int, path: Path, footer: Footer) -> list[tuple[int, bytes | bytearray]]:
+def read_file_regions(fd: int, path: Path, footer: Footer) -> list[tuple[int, bytes | bytearray]]:
     """Reads and verifies all regions of an open file: (first byte, bytes)."""
     with naming_damage(path):
-        MemoryBudget.of_file(files, fd).claim(sum(nbytes for _, nbytes in footer.regions))
-        return read_regions(footer, lambda begin, nbytes: read_bytes(files, fd, path, begin, nbytes))
+        MemoryBudget.of_file(fd).claim(sum(nbytes for _, nbytes in footer.regions))
+        return read_regions(footer, lambda begin, nbytes: read_bytes(fd, path, begin, nbytes))
 
 
-def read_file_footer(files: Files, fd: int, path: Path) -> Footer | None:
+def read_file_footer(fd: int, path: Path) -> Footer | None:
     """The footer of an open file; None if it has none. Raises CheckpointCorruptError for a damaged footer."""
     with naming_damage(path):
-        return read_footer(files.size(fd), lambda begin, nbytes: read_bytes(files, fd, path, begin, nbytes))
+        return read_footer(disk.size(fd), lambda begin, nbytes: read_bytes(fd, path, begin, nbytes))
 
 
-def read_bytes(files: Files, fd: int, path: Path, begin: int, nbytes: int) -> bytearray:
+def read_bytes(fd: int, path: Path, begin: int, nbytes: int) -> bytearray:
     """Reads exactly `nbytes` bytes; raises CheckpointCorruptError where the file ends before."""
     buffer = bytearray(nbytes)
     with naming_damage(path):
-        if files.read(fd, memoryview(buffer), begin) < nbytes:
+        if disk.read(fd, memoryview(buffer), begin) < nbytes:
             raise CheckpointCorruptError(f"{path}: has become shorter while it was read")
     return buffer
 

@@ -6,9 +6,8 @@ import re
 import struct
 from pathlib import Path
 
-from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.access import read_bytes
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.errors import CheckpointCorruptError
 
 HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -45,12 +44,12 @@ def _head(path: Path) -> bytes:
         return file.read(_HEAD_BYTES)
 
 
-def refuse_incomplete(files: Files, fd: int, path: Path) -> None:
+def refuse_incomplete(fd: int, path: Path) -> None:
     """Raises CheckpointCorruptError for an open file without a footer that HDF5 cannot read, with the reason."""
-    present = files.size(fd)
+    present = disk.size(fd)
     if not present:
         raise CheckpointCorruptError(f"{path}: is empty (0 bytes): was the copy complete?").of_kind("empty")
-    head = bytes(read_bytes(files, fd, path, 0, min(present, _SUPERBLOCK.size)))
+    head = bytes(read_bytes(fd, path, 0, min(present, _SUPERBLOCK.size)))
     if not head.startswith(HDF5_SIGNATURE):
         remedy = _OF_TORCH if head.startswith(_ZIP_SIGNATURE) else ""
         raise CheckpointCorruptError(

@@ -19,7 +19,6 @@ from hpcfsdp.checkpoint.format.access import MemoryBudget, naming_damage, open_f
 from hpcfsdp.checkpoint.format.extents import check_extents, merge_ranges
 from hpcfsdp.checkpoint.format.extra import join_arrays
 from hpcfsdp.checkpoint.format.file_kind import refuse_incomplete
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format.footer import Footer, packed_bytes
 from hpcfsdp.checkpoint.format.plain_values import from_plain
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo, TensorSpec
@@ -94,29 +93,27 @@ class CheckpointIndex:
         return self.extents[first:end]
 
 
-def open_index(path: str | os.PathLike[str], files: Files | None = None) -> CheckpointIndex:
+def open_index(path: str | os.PathLike[str]) -> CheckpointIndex:
     """Read the index of a checkpoint; not collective.
 
     Args:
-        files: the disk operations, for tests.
 
     Raises:
         CheckpointError: there is no such file, it cannot be opened, or it is of a newer format.
         CheckpointCorruptError: it is no checkpoint, was never finished, or is damaged.
     """
-    files = files or Files()
     path = Path(path)
-    with open_file(files, path) as fd:
-        return read_index(files, fd, path)
+    with open_file(path) as fd:
+        return read_index(fd, path)
 
 
-def read_index(files: Files, fd: int, path: Path) -> CheckpointIndex:
+def read_index(fd: int, path: Path) -> CheckpointIndex:
     """Reads the index of an open file, see ``open_index``. HDF5 only parses bytes with a verified checksum."""
-    footer = read_file_footer(files, fd, path)
+    footer = read_file_footer(fd, path)
     try:
         if footer is None:
-            refuse_incomplete(files, fd, path)
-        with open_hdf5(files, fd, path, footer) as file:
+            refuse_incomplete(fd, path)
+        with open_hdf5(fd, path, footer) as file:
             version = check_kind(path, file)
             if footer is None and not required_attribute(file, "committed", int):
                 raise CheckpointCorruptError(
@@ -127,7 +124,7 @@ def read_index(files: Files, fd: int, path: Path) -> CheckpointIndex:
                     f"{path}: damaged: the footer that ends a file of format {version} is missing"
                 )
             with naming_damage(path):
-                budget = MemoryBudget.of_file(files, fd)
+                budget = MemoryBudget.of_file(fd)
             return _read_sealed(path, file, footer, budget)
     except CheckpointError:
         raise

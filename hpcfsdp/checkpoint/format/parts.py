@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from hpcfsdp.checkpoint.format import disk
 from hpcfsdp.checkpoint.format.catalog import abandoned_partials, was_abandoned
 from hpcfsdp.checkpoint.format.file_kind import is_hdf5
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format.footer import Footer, read_footer
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.errors import CheckpointError
@@ -27,13 +27,13 @@ _LOOKED_AT = 64 << 20
 """Bytes at the beginning of a file that contain HDF5's metadata, with the names of other files."""
 
 
-def remove_abandoned(files: Files, path: Path) -> None:
+def remove_abandoned(path: Path) -> None:
     """Removes what earlier saves of a path have left behind, where that is possible."""
     with contextlib.suppress(OSError):
         now_s = time.time()
         for left in (*abandoned_partials(path, now_s), *abandoned_parts(path.parent, now_s, path.stem)):
             with contextlib.suppress(OSError):  # another saver removes or renames it, or another user owns it
-                shutil.rmtree(left) if left.is_dir() else files.remove(left)
+                shutil.rmtree(left) if left.is_dir() else disk.remove(left)
 
 
 def part_path(path: Path, token: str, node: int) -> Path:
@@ -46,13 +46,13 @@ def is_part(path: Path) -> bool:
     return _NAME.fullmatch(path.name) is not None
 
 
-def parts_of(path: Path, files: Files | None = None) -> list[Path]:
+def parts_of(path: Path) -> list[Path]:
     """The paths of a checkpoint's parts, whether they exist or not."""
-    index = open_index(path, files)
+    index = open_index(path)
     return [_folder_of(path) / part.name for part in index.parts]
 
 
-def owned_parts(path: Path, files: Files | None = None) -> list[Path]:
+def owned_parts(path: Path) -> list[Path]:
     """The parts that become useless when `path` is removed or replaced; none where that is uncertain.
 
     Hard and symbolic links to a checkpoint, and copies of it in the same folder, still need its parts.
@@ -63,7 +63,7 @@ def owned_parts(path: Path, files: Files | None = None) -> list[Path]:
     with contextlib.suppress(OSError, CheckpointError):
         if path.is_symlink() or path.stat().st_nlink > 1:
             return []
-        index = open_index(path, files)
+        index = open_index(path)
         names = [part.name for part in index.parts if part.name in candidates]
         others = (other for other in _checkpoints(path.parent) if other != path)
         if names and not any(_may_name(other, names, index.footer) for other in others):
@@ -71,23 +71,23 @@ def owned_parts(path: Path, files: Files | None = None) -> list[Path]:
     return []
 
 
-def remove_checkpoint(files: Files, path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Removes a checkpoint and the parts that only it needs. Processes that have them open can still read them.
 
     The checkpoint goes first, so that none ever lacks a part. The parts of a damaged checkpoint are unknown; they stay
     until ``abandoned_parts`` finds them. Raises OSError where a file cannot be removed.
     """
-    own = owned_parts(path, files)
-    files.remove(path)
-    remove_parts(files, path.parent, own)
+    own = owned_parts(path)
+    disk.remove(path)
+    remove_parts(path.parent, own)
 
 
-def remove_parts(files: Files, folder: Path, parts: list[Path]) -> None:
+def remove_parts(folder: Path, parts: list[Path]) -> None:
     """Removes parts that no checkpoint of the folder needs any more; raises OSError where that fails."""
     if parts:
-        files.sync_folder(folder)  # the checkpoint that named them must not come back without them
+        disk.sync_folder(folder)  # the checkpoint that named them must not come back without them
     for part in parts:
-        files.remove(part)
+        disk.remove(part)
 
 
 def abandoned_parts(folder: Path, now_s: float, stem: str | None = None) -> list[Path]:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.access import naming_damage, open_file, read_file_footer
-from hpcfsdp.checkpoint.format.files import Files, reason
+from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, PartFile
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
@@ -68,9 +68,9 @@ class _Row(NamedTuple):
 class BlockReader:
     """Reads runs of tensors and verifies their checksums. A context manager."""
 
-    def __init__(self, index: CheckpointIndex, files: Files | None = None, *, verify: bool = True) -> None:
+    def __init__(self, index: CheckpointIndex, *, verify: bool = True) -> None:
         """Not collective. Without `verify`, it reads only the requested bytes and compares no checksums."""
-        self._index, self._files, self._verify = index, files or Files(), verify
+        self._index, self._verify = index, verify
         self.path = index.info.path
         self._stack = contextlib.ExitStack()
         # Rows that were requested in part, by file and place in it: a caller that reads a tensor in small parts comes
@@ -82,7 +82,7 @@ class BlockReader:
 
     def __enter__(self) -> BlockReader:
         """Opens the file; raises CheckpointReplacedError if it is another one by now."""
-        self._fd = self._stack.enter_context(open_file(self._files, self.path, self._index.footer))
+        self._fd = self._stack.enter_context(open_file(self.path, self._index.footer))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,13 +101,13 @@ class BlockReader:
             path = Path(os.path.realpath(self.path)).parent / part.name
             try:
                 with contextlib.ExitStack() as stack:
-                    fd = stack.enter_context(open_file(self._files, path))
-                    _check_part(self.path, part, path, self._files, fd)
+                    fd = stack.enter_context(open_file(path))
+                    _check_part(self.path, part, path, fd)
                     self._parts[number] = fd, stack.pop_all()
                 if len(self._parts) > _OPEN_PARTS:
                     self._close_oldest_part()
             except CheckpointError as error:
-                with open_file(self._files, self.path, self._index.footer):
+                with open_file(self.path, self._index.footer):
                     pass  # it has not been replaced
                 if path.exists():
                     raise
@@ -191,7 +191,7 @@ class BlockReader:
     def place(self) -> Hashable:
         """A value that is equal on two processes only if they share the file's pages in memory; see ``Files.place``."""
         with naming_damage(self.path):
-            return self._files.place(self._fd)
+            return disk.place(self._fd)
 
     def _overlapping(self, path: str, start: int, numel: int) -> tuple[TensorSpec, list[_Row]]:
         """A tensor, and the rows with some of these elements."""
@@ -276,7 +276,7 @@ class BlockReader:
     def _read_checked(self, spec: TensorSpec, row: _Row, chunks: Iterable[memoryview]) -> None:
         """Reads a row of a single run into one chunk of memory after the other, and verifies it."""
         found, offset = schema.Checksum(), row.byte_offset
-        fd, read = self._descriptor(row), self._files.read
+        fd, read = self._descriptor(row), disk.read
         try:
             for chunk in chunks:
                 if read(fd, chunk, offset) < len(chunk):
@@ -291,7 +291,7 @@ class BlockReader:
         """Reads a row's bytes, from `away` bytes behind its first element on."""
         fd = self._descriptor(row)
         try:
-            got = self._files.read(fd, memoryview(target).cast("B"), row.byte_offset + away)
+            got = disk.read(fd, memoryview(target).cast("B"), row.byte_offset + away)
         except OSError as error:
             raise self._cannot_read(spec, error) from error
         if got < target.nbytes:
@@ -340,12 +340,12 @@ def _group_rows(rows: Iterable[tuple[TensorSpec, _Row]]) -> Iterator[list[tuple[
         yield group
 
 
-def _check_part(master: Path, part: PartFile, path: Path, files: Files, fd: int) -> None:
+def _check_part(master: Path, part: PartFile, path: Path, fd: int) -> None:
     """Raises unless an open file is the part of this checkpoint."""
-    size = files.size(fd)
+    size = disk.size(fd)
     if size < part.nbytes:
         raise CheckpointCorruptError(f"{path}: truncated: {master.name} knows it with {part.nbytes} bytes, not {size}")
-    footer = read_file_footer(files, fd, path)
+    footer = read_file_footer(fd, path)
     if footer is None or (size, footer.digest) != (part.nbytes, part.digest):
         raise CheckpointCorruptError(f"{path}: damaged, or not the part that {master.name} was written with")
 

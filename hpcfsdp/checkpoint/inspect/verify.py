@@ -10,10 +10,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.access import open_file, open_hdf5, read_bytes, read_file_footer, read_file_regions
+from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.checkpoint.format.extents import elements_in
-from hpcfsdp.checkpoint.format.files import Files, reason
 from hpcfsdp.checkpoint.format.footer import Footer, packed_bytes
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.json_types import odd_hyper_parameters
@@ -57,7 +57,7 @@ class Report:
         return not self.faults
 
 
-def verify_file(path: str | os.PathLike[str], advance: Advance = ignore, files: Files | None = None) -> Report:
+def verify_file(path: str | os.PathLike[str], advance: Advance = ignore) -> Report:
     """Checks every byte of a checkpoint; not collective. A few blocks are in memory at a time.
 
     Checks the footer, all tables and small values, HDF5's metadata of each tensor against the tables, aliases of tied
@@ -65,16 +65,15 @@ def verify_file(path: str | os.PathLike[str], advance: Advance = ignore, files: 
 
     Args:
         advance: called with the number of bytes of tensors that were checked.
-        files: the disk operations, for tests.
 
     Raises:
         CheckpointError: the file cannot be checked: it is missing, unreadable, or of a newer format. Damage is no
             error: it is reported.
     """
-    files, path = files or Files(), Path(path)
+    path = Path(path)
     for attempt in range(_TRIES):
         try:
-            return _check_all(open_index(path, files), files, path, advance)
+            return _check_all(open_index(path), path, advance)
         except CheckpointReplacedError:
             if attempt == _TRIES - 1:
                 raise
@@ -83,12 +82,12 @@ def verify_file(path: str | os.PathLike[str], advance: Advance = ignore, files: 
     raise AssertionError("not reached")
 
 
-def _check_all(index: CheckpointIndex, files: Files, path: Path, advance: Advance) -> Report:
-    with open_file(files, path, index.footer) as fd:
-        faults = _structure_faults(index, files, fd)
-        faults += _gap_faults(index, 0, index.footer, files, fd)
-        nbytes = files.size(fd) + sum(part.nbytes for part in index.parts)
-    faults += _data_faults(index, files, advance)
+def _check_all(index: CheckpointIndex, path: Path, advance: Advance) -> Report:
+    with open_file(path, index.footer) as fd:
+        faults = _structure_faults(index, fd)
+        faults += _gap_faults(index, 0, index.footer, fd)
+        nbytes = disk.size(fd) + sum(part.nbytes for part in index.parts)
+    faults += _data_faults(index, advance)
     return Report(path, tuple(faults), len(index.tensors), nbytes)
 
 
@@ -96,10 +95,10 @@ def _without(path: Path, error: Exception) -> str:
     return str(error).removeprefix(f"{path}: ")
 
 
-def _structure_faults(index: CheckpointIndex, files: Files, fd: int) -> list[Fault]:
+def _structure_faults(index: CheckpointIndex, fd: int) -> list[Fault]:
     """Compares HDF5's metadata with the tables."""
     try:
-        with open_hdf5(files, fd, index.info.path, index.footer) as file:
+        with open_hdf5(fd, index.info.path, index.footer) as file:
             return list(_differences(index, file))
     except CheckpointError:
         raise
@@ -171,7 +170,7 @@ def _tensor_differences(index: CheckpointIndex, spec: TensorSpec, dataset: h5py.
             )
 
 
-def _gap_faults(index: CheckpointIndex, number: int, footer: Footer, files: Files, fd: int) -> Iterator[Fault]:
+def _gap_faults(index: CheckpointIndex, number: int, footer: Footer, fd: int) -> Iterator[Fault]:
     """Nonzero bytes that belong to nothing, the first of each gap.
 
     `number` of the file is as in the table of extents.
@@ -188,8 +187,8 @@ def _gap_faults(index: CheckpointIndex, number: int, footer: Footer, files: File
     gaps = after > before
     for first, last in zip(before[gaps].tolist(), after[gaps].tolist(), strict=True):
         start: int | None = first
-        while (start := files.next_data(fd, start)) is not None and start < last:  # a hole may have any size
-            data = read_bytes(files, fd, path, start, min(schema.BLOCK_BYTES, last - start))
+        while (start := disk.next_data(fd, start)) is not None and start < last:  # a hole may have any size
+            data = read_bytes(fd, path, start, min(schema.BLOCK_BYTES, last - start))
             if data.count(0) != len(data):
                 where = int(np.flatnonzero(np.frombuffer(data, np.uint8))[0])
                 of = f" of {index.parts[number - 1].name}" if number else ""
@@ -204,12 +203,12 @@ def _path_of(index: CheckpointIndex, number: int) -> Path:
     return Path(os.path.realpath(path)).parent / index.parts[number - 1].name if number else path
 
 
-def _data_faults(index: CheckpointIndex, files: Files, advance: Advance) -> Iterator[Fault]:
+def _data_faults(index: CheckpointIndex, advance: Advance) -> Iterator[Fault]:
     """Parts that differ from what was written, and runs of elements without their checksum.
 
     Of runs that interleave, only the first: a read of any of them needs all.
     """
-    with BlockReader(index, files) as reader:
+    with BlockReader(index) as reader:
         lost = []
         for number in range(1, len(index.parts) + 1):
             try:
@@ -220,25 +219,25 @@ def _data_faults(index: CheckpointIndex, files: Files, advance: Advance) -> Iter
                 lost.append(number)
                 yield Fault("", str(error))
             else:
-                yield from _part_faults(index, number, files)
+                yield from _part_faults(index, number)
         for path in index.tensors:
             if not np.isin(index.rows_of(path)["file"], lost).any():
                 yield from (Fault(path, what) for what in _tensor_faults(index, reader, path, advance))
 
 
-def _part_faults(index: CheckpointIndex, number: int, files: Files) -> Iterator[Fault]:
+def _part_faults(index: CheckpointIndex, number: int) -> Iterator[Fault]:
     """Damage in a part outside of its elements."""
     path = _path_of(index, number)
-    with open_file(files, path) as fd:
-        footer = read_file_footer(files, fd, path)
+    with open_file(path) as fd:
+        footer = read_file_footer(fd, path)
         if footer is None:
             raise CheckpointReplacedError(f"{path}: has been replaced since it was opened")
         try:
-            read_file_regions(files, fd, path, footer)
+            read_file_regions(fd, path, footer)
         except CheckpointCorruptError as error:
             yield Fault("", f"{path.name}: {_without(path, error)}")
         try:
-            yield from _gap_faults(index, number, footer, files, fd)
+            yield from _gap_faults(index, number, footer, fd)
         except CheckpointCorruptError as error:
             yield Fault("", f"{path.name}: {_without(path, error)}")
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
@@ -30,9 +29,8 @@ def open(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
         CheckpointError: there is no such file, it cannot be opened, or it is of a newer format.
         CheckpointCorruptError: it is no checkpoint, was never finished, or is damaged.
     """
-    files = Files()
-    index = open_index(os.path.expanduser(path), files)
-    return Checkpoint(index, BlockReader(index, files, verify=verify))
+    index = open_index(os.path.expanduser(path))
+    return Checkpoint(index, BlockReader(index, verify=verify))
 
 
 class Checkpoint(Mapping[str, "LazyTensor"]):

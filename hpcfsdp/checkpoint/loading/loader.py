@@ -16,7 +16,6 @@ from torch import nn
 
 from hpcfsdp._compat import load_from_state_dict
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.plain_values import from_plain
 from hpcfsdp.checkpoint.format.reader import BlockReader
@@ -70,7 +69,6 @@ def load(
     names: Sequence[str] | None = None,
     verify: bool = True,
     fresh: bool = False,
-    files: Files | None = None,
 ) -> CheckpointInfo:
     """Collective over the model's ranks. Load a checkpoint that any number of ranks wrote.
 
@@ -97,7 +95,6 @@ def load(
             loaded are NaN on all ranks, so that nobody goes on with a part of a checkpoint.
         verify: False compares no checksums, and reads once: if the disk fails in the middle, a part of the model is
             loaded.
-        files: the disk operations, for tests.
 
     Returns:
         The checkpoint's step, world size, `extra` and more.
@@ -118,7 +115,7 @@ def load(
 
     path = Path(compare_calls(comm, "checkpoint.load", facts)["path"].expanded)
     with reading(path), contextlib.ExitStack() as stack, torch.no_grad():
-        index, reader, peers, drawing = _open_on_all_ranks(comm, stack, files or Files(), path, verify)
+        index, reader, peers, drawing = _open_on_all_ranks(comm, stack, path, verify)
         with raise_together(comm):
             settle(model)
             in_file, match, targets, new, grown = _match_targets(reader, index, model, names, strict, stack)
@@ -175,7 +172,7 @@ class _Drawing(NamedTuple):
 
 
 def _open_on_all_ranks(
-    comm: Communicator, stack: contextlib.ExitStack, files: Files, path: Path, verify: bool
+    comm: Communicator, stack: contextlib.ExitStack, path: Path, verify: bool
 ) -> tuple[CheckpointIndex, BlockReader, list[int], _Drawing]:
     """Opens the file on all ranks, with the index that rank 0 reads. Collective over `comm`.
 
@@ -188,7 +185,7 @@ def _open_on_all_ranks(
         seed = 0
         with raise_together(comm):
             if comm.rank == 0:
-                index = open_index(path, files)
+                index = open_index(path)
                 of_ranks = index.rng
                 if any(value.ndim != 2 or len(value) != index.info.world_size for value in of_ranks.values()):
                     raise CheckpointCorruptError(f"{path}: its random number states are not those of its ranks")
@@ -196,7 +193,7 @@ def _open_on_all_ranks(
                 # Those of thousands of ranks are too much for each of them.
                 index = dataclasses.replace(index, rng={kind: value[:0] for kind, value in of_ranks.items()})
         index, seed = comm.broadcast_object((index, seed))
-        reader = BlockReader(index, files, verify=verify)
+        reader = BlockReader(index, verify=verify)
         place: Hashable = None  # it has been replaced
         with raise_together(comm), contextlib.suppress(CheckpointReplacedError):
             place = stack.enter_context(reader).place()

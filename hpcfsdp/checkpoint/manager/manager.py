@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpcfsdp.checkpoint.format import catalog, schema
-from hpcfsdp.checkpoint.format.files import Files, reason
+from hpcfsdp.checkpoint.format import catalog, disk, schema
+from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
 from hpcfsdp.checkpoint.loading.loader import load
 from hpcfsdp.checkpoint.loading.match import check_patterns
@@ -90,7 +90,6 @@ class CheckpointManager:
         writer: str = "posix",
         names: Sequence[str] | None = None,
         on_saved: Callable[[Saved], None] | None = None,
-        files: Files | None = None,
     ) -> None:
         """Not collective, but all ranks need the same arguments; touches no disk.
 
@@ -110,7 +109,6 @@ class CheckpointManager:
                 all tensors.
             on_saved: called on rank 0 after each commit, for example ``observe.Run.checkpoint``; in another thread if
                 saves are asynchronous.
-            files: the disk operations, for tests.
 
         Raises:
             UsageError: a number that is not whole or too small, `directory` is no path, or another writer than "posix"
@@ -132,7 +130,7 @@ class CheckpointManager:
         self.passed_over: tuple[tuple[Path, str], ...] = ()
         self._keep_last, self._keep_every = keep_last, keep_every
         self._asynchronous, self._staging_bytes = asynchronous, staging_bytes
-        self._writer, self._names, self._files = writer, names, files or Files()
+        self._writer, self._names = writer, names
         self._on_saved = on_saved
         self._held_s = 0.0  # by the save in progress
         self._kept = KeptPlan()
@@ -197,11 +195,11 @@ class CheckpointManager:
             return catalog.checkpoint_path(self.directory, retention.whole_number("step", step, least=0))
 
         if not self._asynchronous:
-            path = save_given(comm, path_of, given, self._writer, self._files)
+            path = save_given(comm, path_of, given, self._writer)
             if comm.rank == 0:
                 self._committed(path, step, began_s)
             return path
-        temporary = make_temporary_file(comm, path_of, given, self._writer, self._files, asynchronous=True)
+        temporary = make_temporary_file(comm, path_of, given, self._writer, asynchronous=True)
         with naming_write_errors(temporary.path):
             collected = collect_content(comm, given, self._kept)
         # Users may change arrays afterwards.
@@ -369,7 +367,7 @@ class CheckpointManager:
             )
             for damaged, problem in removal.damaged.items():
                 log.warning("%s is damaged: %s", damaged, problem)
-            retention.remove(self._files, removal.going)
+            retention.remove(removal.going)
             for old in removal.going:
                 log.info("removed %s", old)
             self._sweep()
@@ -403,7 +401,7 @@ class CheckpointManager:
             return
         self._swept_s = now_s
         for left in retention.abandoned(self.directory, time.time()):
-            self._files.remove(left)
+            disk.remove(left)
             log.info("removed %s, which an interrupted save had left behind", left)
 
     def _own_communicator(self, comm: Communicator) -> Communicator:

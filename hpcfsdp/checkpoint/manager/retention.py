@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.format.catalog import abandoned_partials, checkpoint_files, step_of
-from hpcfsdp.checkpoint.format.files import Files, reason
+from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.parts import abandoned_parts, remove_checkpoint
 from hpcfsdp.checkpoint.format.reader import BlockReader
@@ -105,14 +105,14 @@ def plan_removal(
     return Removal(going, tuple(path for path in files if path not in going), damaged, good)
 
 
-def remove(files: Files, paths: Sequence[Path]) -> None:
+def remove(paths: Sequence[Path]) -> None:
     """Removes checkpoints with their parts, in this order; not collective. Open files remain readable.
 
     Raises CheckpointError at the first that cannot be removed.
     """
     for path in paths:
         try:
-            remove_checkpoint(files, path)
+            remove_checkpoint(path)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be removed: {reason(error)}") from error
 

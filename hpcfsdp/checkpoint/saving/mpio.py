@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import h5py
 import numpy as np
 
-from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.metadata import select
 from hpcfsdp.checkpoint.saving.content import bytes_in_memory
 from hpcfsdp.checkpoint.saving.plan import SavePlan
@@ -56,10 +56,10 @@ class MpioWriter(PosixWriter):
             if self._metadata_image is not None:
                 with self._temporary.opened() as fd:
                     # Where a collective write fails on one rank, some MPI libraries leave the others waiting.
-                    self._temporary.files.reserve(fd, self._metadata_image.nbytes)
+                    disk.reserve(fd, self._metadata_image.nbytes)
                     for begin, data in self._metadata_image.regions:
-                        self._temporary.files.write(fd, [memoryview(data)], begin)
-                    self._temporary.files.sync(fd)  # another node's HDF5 reads it
+                        disk.write(fd, [memoryview(data)], begin)
+                    disk.sync(fd)  # another node's HDF5 reads it
 
     def write(self, tensors: Sequence[StateTensor]) -> None:
         """Writes this rank's blocks and syncs them. `tensors` are in the plan's order.
@@ -81,7 +81,7 @@ class MpioWriter(PosixWriter):
                     writer.write(stages[staged])
                 staged.free()
         with raise_together(comm), naming_write_errors(temporary.path), temporary.opened() as fd:
-            temporary.files.sync(fd)
+            disk.sync(fd)
 
     @contextlib.contextmanager
     def _hdf5(self) -> Iterator[h5py.File]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
+import contextvars
 import logging
 import os
 import threading
@@ -24,7 +25,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.metadata import MetadataImage, build_metadata_image
 from hpcfsdp.checkpoint.saving.content import Collected, Content, memory_of_blocks
 from hpcfsdp.checkpoint.saving.copies import Blocks
@@ -68,7 +69,8 @@ class Task(Future[T]):
         """Starts the thread. Not collective."""
         super().__init__()
         self._path = path
-        threading.Thread(target=self._run, args=(work,), name="hpcfsdp-checkpoint", daemon=True).start()
+        context = contextvars.copy_context()  # tests replace the disk there
+        threading.Thread(target=context.run, args=(self._run, work), name="hpcfsdp-checkpoint", daemon=True).start()
 
     @property
     def has_failed(self) -> bool:
@@ -338,7 +340,7 @@ class PendingSave:
 
     def _write(self) -> np.ndarray:
         """In a thread: writes the blocks that come through the ring and syncs; their checksums, uint64."""
-        temporary, ring = self._temporary, self._ring
+        ring = self._ring
         sums, plan = np.zeros(len(self._own), np.uint64), self._content.plan
         own = plan.blocks[self._own]
         sizes = own["numel"].astype(np.int64) * own["count"] * plan.itemsizes[own["tensor"]]
@@ -346,7 +348,7 @@ class PendingSave:
             offsets = self._laying.result().offsets
             with naming_write_errors(self.path), self._opened() as fd:
                 views: dict[int, np.ndarray] = {}
-                blocks = BlockWriter(temporary.files, fd, plan, offsets, views.__getitem__)
+                blocks = BlockWriter(fd, plan, offsets, views.__getitem__)
                 while staged := ring.take(BlockWriter.AT_ONCE):
                     places = [place for piece in staged for place in piece.key.places]
                     for piece in staged:
@@ -358,7 +360,7 @@ class PendingSave:
                     views.clear()
                     ring.release(staged)
                 if not ring.stopped:
-                    temporary.files.sync(fd)
+                    disk.sync(fd)
         except BaseException:
             ring.stop()  # who puts more in must not wait for room
             raise

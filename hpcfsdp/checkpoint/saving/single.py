@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from hpcfsdp.checkpoint.format import disk
 from hpcfsdp.checkpoint.format.catalog import new_token
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.content import Content, root_attributes, small_values
 from hpcfsdp.checkpoint.saving.plan import plan_alone
@@ -31,7 +31,6 @@ def write_alone(
     config: Mapping[str, Any] | None = None,
     groups: Sequence[Mapping[str, Any]] | None = None,
     scalars: Mapping[str, Any] | None = None,
-    files: Files | None = None,
 ) -> Path:
     """Writes a checkpoint file; not collective. At most a few blocks are in memory at a time.
 
@@ -46,7 +45,7 @@ def write_alone(
         groups, scalars: of the optimizer, see ``content.small_values``; None without one.
     """
     target = Path(os.path.abspath(os.path.expanduser(path)))
-    temporary = TemporaryFile(files or Files(), target, new_token())
+    temporary = TemporaryFile(target, new_token())
     with naming_write_errors(target):
         plan = plan_alone(specs, links)
         content = Content(plan, root_attributes(step, 1), small_values(extra, config, groups, scalars))
@@ -59,9 +58,9 @@ def write_alone(
                     tensor, start, numel = plan.blocks[["tensor", "start", "numel"]][index].item()
                     return np.ascontiguousarray(read(plan.specs[tensor], start, numel)).view(np.uint8)
 
-                blocks = BlockWriter(temporary.files, fd, plan, metadata_image.offsets, bytes_of)
+                blocks = BlockWriter(fd, plan, metadata_image.offsets, bytes_of)
                 sums = blocks.write(np.arange(len(plan.blocks)))
-                temporary.files.sync(fd)
+                disk.sync(fd)
             temporary.commit(metadata_image, extent_rows(plan, metadata_image.offsets, [sums.tobytes()]))
         except BaseException:
             temporary.discard()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hpcfsdp import env
-from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.footer import Footer
 from hpcfsdp.checkpoint.format.metadata import MetadataImage, Source, build_metadata_image
 from hpcfsdp.checkpoint.format.parts import part_path
@@ -116,9 +116,7 @@ class SubfilesWriter(PosixWriter):
         own_node = topology.node_rank(comm.rank)
         self._own = next((number for number, part in enumerate(self._parts) if part.node == own_node), None)
         self._leads = self._own is not None and self._leaders[self._own] == comm.rank
-        self._part_temporary = (
-            None if self._own is None else TemporaryFile(temporary.files, self._paths[self._own], temporary.token)
-        )
+        self._part_temporary = None if self._own is None else TemporaryFile(self._paths[self._own], temporary.token)
         self._part_metadata_image: MetadataImage | None = None
         self._part_offsets: list[np.ndarray] = []
         self._footers: list[Footer] = []
@@ -145,17 +143,17 @@ class SubfilesWriter(PosixWriter):
     @contextlib.contextmanager
     def _opened(self, bytes_of: BytesOf) -> Iterator[tuple[Callable[[np.ndarray], np.ndarray], Callable[[], None]]]:
         """Functions that write blocks, by their places in the plan, and that sync them. Not collective."""
-        files, own = self._temporary.files, self._own
+        own = self._own
         with contextlib.ExitStack() as stack:
             fds = [stack.enter_context(self._temporary.opened())]
-            here = BlockWriter(files, fds[0], self._content.plan, self._offsets, bytes_of)
+            here = BlockWriter(fds[0], self._content.plan, self._offsets, bytes_of)
             if own is None:
-                yield here.write, lambda: files.sync(fds[0])
+                yield here.write, lambda: disk.sync(fds[0])
                 return
             part = self._parts[own]
             fds.append(stack.enter_context(self._part_temporary.opened()))
             there = BlockWriter(
-                files, fds[1], part.plan, self._part_offsets[own], lambda place: bytes_of(int(part.blocks[place]))
+                fds[1], part.plan, self._part_offsets[own], lambda place: bytes_of(int(part.blocks[place]))
             )
 
             def write(indices: np.ndarray) -> np.ndarray:
@@ -167,7 +165,7 @@ class SubfilesWriter(PosixWriter):
 
             def sync() -> None:
                 for fd in fds:
-                    files.sync(fd)
+                    disk.sync(fd)
 
             yield write, sync
 
@@ -203,7 +201,7 @@ class SubfilesWriter(PosixWriter):
                 # Only rank 0 knows that the checkpoint has not got its name, and will not.
                 for path in self._paths:
                     with contextlib.suppress(OSError):
-                        self._temporary.files.remove(path)
+                        disk.remove(path)
 
     def _to_those_concerned(self, values: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
         """By rank, its values, int64, if it is of this node or this is rank 0; else an empty array. Collective.

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.catalog import partial_path
-from hpcfsdp.checkpoint.format.files import Files, reason
+from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.checkpoint.format.footer import Footer
 from hpcfsdp.checkpoint.format.metadata import MetadataImage
 from hpcfsdp.checkpoint.format.parts import owned_parts, remove_abandoned, remove_parts
@@ -37,9 +37,8 @@ class TemporaryFile:
         has_name: whether it has its final name.
     """
 
-    def __init__(self, files: Files, path: Path, token: str) -> None:
+    def __init__(self, path: Path, token: str) -> None:
         """Touches no disk."""
-        self.files = files
         self.path = path
         self.token = token
         self.partial = partial_path(path, token)
@@ -53,12 +52,12 @@ class TemporaryFile:
         self._make_folder()
         if self.path.is_dir():
             raise IsADirectoryError("there is a directory of that name")
-        remove_abandoned(self.files, self.path)
+        remove_abandoned(self.path)
         free = shutil.disk_usage(self.path.parent).free
         if free < nbytes + elsewhere:
             raise CheckpointError(f"{nbytes + elsewhere} bytes are needed, {free} are free on that file system")
         try:
-            self.files.close(self.files.create(self.partial, nbytes))
+            disk.close(disk.create(self.partial, nbytes))
         except BaseException:
             self.discard()
             raise
@@ -72,7 +71,7 @@ class TemporaryFile:
             missing.append(folder)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for folder in missing:
-            self.files.sync_folder(folder.parent)
+            disk.sync_folder(folder.parent)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
@@ -81,7 +80,7 @@ class TemporaryFile:
         Raises DraftMissingError where there is no file.
         """
         try:
-            fd = self.files.open_to_write(self.partial)
+            fd = disk.open_to_write(self.partial)
         except FileNotFoundError as error:
             raise TemporaryFileMissingError(
                 f"{self.partial.name} is gone, or this rank does not see the folder of rank 0: save to a file system "
@@ -91,9 +90,9 @@ class TemporaryFile:
             yield fd
         except BaseException:
             with contextlib.suppress(OSError):  # the first error counts
-                self.files.close(fd)
+                disk.close(fd)
             raise
-        self.files.close(fd)  # some file systems report failed writes only here
+        disk.close(fd)  # some file systems report failed writes only here
 
     def commit(self, metadata_image: MetadataImage, rows: np.ndarray, parts: np.ndarray | None = None) -> Footer:
         """Writes everything but the tensors, whose bytes are synced already; syncs and renames the file; its footer.
@@ -108,28 +107,28 @@ class TemporaryFile:
         regions, footer = metadata_image.sealed(rows, parts)
         with self.opened() as fd:
             for begin, data in regions:
-                self.files.write(fd, [memoryview(data)], begin)
+                disk.write(fd, [memoryview(data)], begin)
             packed = footer.pack()
-            self.files.write(fd, [memoryview(packed)], footer.file_bytes - len(packed))
-            self.files.sync(fd)
+            disk.write(fd, [memoryview(packed)], footer.file_bytes - len(packed))
+            disk.sync(fd)
         replaced = owned_parts(self.path)
-        self.files.rename(self.partial, self.path)
+        disk.rename(self.partial, self.path)
         self.has_name = True
         try:
-            self.files.sync_folder(self.path.parent)
+            disk.sync_folder(self.path.parent)
         except OSError as error:
             raise CheckpointError(
                 f"the new {self.path.name} is in place, but its name could not be forced to the disk: {reason(error)}. "
                 "If the machine crashes now, the previous file may be back"
             ) from error
         with contextlib.suppress(OSError):  # the checkpoint is there; who saves next finds them as abandoned
-            remove_parts(self.files, self.path.parent, replaced)
+            remove_parts(self.path.parent, replaced)
         return footer
 
     def discard(self) -> None:
         """Removes the file, if possible."""
         with contextlib.suppress(OSError):
-            self.files.remove(self.partial)
+            disk.remove(self.partial)
 
 
 @contextlib.contextmanager
@@ -159,8 +158,8 @@ class BlockWriter:
     AT_ONCE = 4 << 20
     SYNC_EVERY = 32 << 20
 
-    def __init__(self, files: Files, fd: int, plan: SavePlan, offsets: Sequence[int], bytes_of: BytesOf) -> None:
-        self._files, self._fd, self._plan, self._bytes_of = files, fd, plan, bytes_of
+    def __init__(self, fd: int, plan: SavePlan, offsets: Sequence[int], bytes_of: BytesOf) -> None:
+        self._fd, self._plan, self._bytes_of = fd, plan, bytes_of
         self._offsets = np.asarray(offsets, np.int64)
         self._buffers: list[memoryview] = []
         self._begin = self._end = 0
@@ -184,7 +183,7 @@ class BlockWriter:
                 continue
             self._flush()
             self._begin = begins[place]
-            self._files.write_runs(self._fd, memoryview(data), counts[place], self._begin, strides[place])
+            disk.write_runs(self._fd, memoryview(data), counts[place], self._begin, strides[place])
             self._end = self._begin + strides[place] * counts[place]
             self._note_dirty()
         self._flush()
@@ -200,14 +199,14 @@ class BlockWriter:
     def _flush(self) -> None:
         if not self._buffers:
             return
-        self._files.write(self._fd, self._buffers, self._begin)
+        disk.write(self._fd, self._buffers, self._begin)
         self._buffers = []
         self._note_dirty()
 
     def _note_dirty(self) -> None:
         self._dirty = min(self._dirty, self._begin)
         if self._end - self._dirty >= self.SYNC_EVERY:  # the disk has something to do while checksums are computed
-            self._files.start_sync(self._fd, self._dirty, self._end - self._dirty)
+            disk.start_sync(self._fd, self._dirty, self._end - self._dirty)
             self._dirty = self._end
 
 

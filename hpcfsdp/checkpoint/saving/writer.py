@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from hpcfsdp.checkpoint.format import disk
 from hpcfsdp.checkpoint.format.catalog import new_token
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format.metadata import MetadataImage
 from hpcfsdp.checkpoint.saving.content import Content, Metrics, SaveArguments, bytes_in_memory, collect_content
 from hpcfsdp.checkpoint.saving.plan import SavePlan
@@ -40,7 +40,6 @@ def save(
     metrics: Metrics | None = None,
     names: Sequence[str] | None = None,
     writer: str = "posix",
-    files: Files | None = None,
 ) -> Path:
     """Collective over the model's ranks. Write model, optimizer and random number generators into one HDF5 file.
 
@@ -64,7 +63,6 @@ def save(
         writer: "posix", each rank writes its ranges of the file; "mpio", all ranks write together through HDF5 and
             MPI-IO, the same bytes, with an h5py that was built for MPI; "subfiles", each node writes a file of its own;
             the checkpoint is a small file next to them that names them.
-        files: the disk operations, for tests.
 
     Returns:
         The path.
@@ -76,7 +74,7 @@ def save(
         DisagreementError: ranks hold different models or optimizers, or give different values.
     """
     given = SaveArguments(model, optimizer, step, extra, config, metrics, names)
-    return save_given(communicator_of(model), lambda: path, given, writer, files)
+    return save_given(communicator_of(model), lambda: path, given, writer)
 
 
 def save_given(
@@ -84,10 +82,9 @@ def save_given(
     path_of: Callable[[], str | os.PathLike[str] | None],
     given: SaveArguments,
     writer: str,
-    files: Files | None,
 ) -> Path:
     """As ``save``. `path_of` may raise on any rank; then all ranks raise. Collective over `comm`."""
-    temporary = make_temporary_file(comm, path_of, given, writer, files)
+    temporary = make_temporary_file(comm, path_of, given, writer)
     with naming_write_errors(temporary.path):
         collected = collect_content(comm, given)
         writing = writer_class(writer)(comm, temporary, collected.content)
@@ -118,7 +115,6 @@ def make_temporary_file(
     path_of: Callable[[], str | os.PathLike[str] | None],
     given: SaveArguments,
     writer: str,
-    files: Files | None,
     *,
     asynchronous: bool = False,
 ) -> TemporaryFile:
@@ -142,7 +138,7 @@ def make_temporary_file(
         }
 
     first = compare_calls(comm, "checkpoint.save", facts)
-    return TemporaryFile(files or Files(), Path(first["path"].absolute), first["token"].value)
+    return TemporaryFile(Path(first["path"].absolute), first["token"].value)
 
 
 class PosixWriter:
@@ -199,8 +195,8 @@ class PosixWriter:
     def _opened(self, bytes_of: BytesOf) -> Iterator[tuple[Callable[[np.ndarray], np.ndarray], Callable[[], None]]]:
         """Functions that write blocks, by their places in the plan, and that sync them. Not collective."""
         with self._temporary.opened() as fd:
-            blocks = BlockWriter(self._temporary.files, fd, self._content.plan, self._offsets, bytes_of)
-            yield blocks.write, lambda: self._temporary.files.sync(fd)
+            blocks = BlockWriter(fd, self._content.plan, self._offsets, bytes_of)
+            yield blocks.write, lambda: disk.sync(fd)
 
     def finish(self) -> None:
         """Commits the file, which then has its name."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.format import disk
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.single import write_alone
 from hpcfsdp.cli import ls
@@ -132,10 +132,10 @@ def test_kinds_of_folders_that_cannot_be_read(run, tmp_path, monkeypatch, words,
 
 
 def test_a_file_without_permission(run, tmp_path, monkeypatch):
-    def refuse(self, path):
+    def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Files, "open_to_read", refuse)  # root may read every file
+    monkeypatch.setattr(disk, "open_to_read", refuse)  # root may read every file
     _, out, _ = run("show", "a.h5", "--json")
     error = json.loads(out)["error"]
     assert (error["kind"], error["message"]) == ("permission", "a.h5: Permission denied")

@@ -11,10 +11,11 @@ import torch.distributed.checkpoint as dcp
 
 from hpcfsdp.checkpoint.convert import output
 from hpcfsdp.checkpoint.convert.export import export_checkpoint
-from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, UsageError
+from tests.disks import using
 from tests.unit.checkpoint.convert.conftest import DTYPES, GROUPS, contents, write
 
 HELD = sorted({*DTYPES} - {"complex128"})
@@ -299,9 +300,9 @@ def test_an_error_of_the_system_at_any_call_leaves_nothing(no_complex128, tmp_pa
     whole = names_in(tmp_path / "new")
     shutil.rmtree(tmp_path / "new")
     for after in range(1000):
-        files = Files(Failing(kind, after))
         try:
-            export_checkpoint(no_complex128, tmp_path / "new" / out, files=files, **options)
+            with using(Failing(kind, after)):
+                export_checkpoint(no_complex128, tmp_path / "new" / out, **options)
         except CheckpointError as error:
             assert "No space left on device" in str(error)
             # Of the folder's fsync it cannot be known whether the names have come to the disk: they stay.

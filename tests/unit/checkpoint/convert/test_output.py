@@ -3,23 +3,24 @@ import os
 import pytest
 
 from hpcfsdp.checkpoint.convert.output import new_files, new_folder
-from hpcfsdp.checkpoint.format.files import Files
+from hpcfsdp.checkpoint.format import disk
+from hpcfsdp.checkpoint.format.disk import System
+from tests.disks import using
 
 
 def fill(fds, text):
     for fd in fds.values():
-        Files().write(fd, [memoryview(text)], 0)
+        disk.write(fd, [memoryview(text)], 0)
 
 
 def texts(folder):
     return {path.name: path.read_text() for path in sorted(folder.iterdir())}
 
 
-class Stopped(Files):
+class Stopped(System):
     """Ends as a power cut does at the n-th change of a name."""
 
     def __init__(self, after):
-        super().__init__()
         self.left = after
 
     def step(self):
@@ -27,25 +28,25 @@ class Stopped(Files):
         if self.left < 0:
             raise KeyboardInterrupt
 
-    def rename(self, path, target):
+    def replace(self, path, target):
         self.step()
-        super().rename(path, target)
+        os.replace(path, target)
 
-    def remove(self, path):
+    def unlink(self, path):
         if not path.name.endswith(".partial"):
             self.step()
-        super().remove(path)
+        os.unlink(path)
 
 
 def test_an_old_and_a_new_file_are_never_taken_together(tmp_path):
     names = [tmp_path / name for name in ("one", "two", "index")]
     for after in range(20):
-        with new_files(Files(), dict.fromkeys(names, 3), force=True, replaced=[]) as fds:
+        with new_files(dict.fromkeys(names, 3), force=True, replaced=[]) as fds:
             fill(fds, b"old")
         stale = tmp_path / "stale"
         stale.write_text("old")
         try:
-            with new_files(Stopped(after), dict.fromkeys(names, 3), force=True, replaced=[stale]) as fds:
+            with using(Stopped(after)), new_files(dict.fromkeys(names, 3), force=True, replaced=[stale]) as fds:
                 fill(fds, b"new")
         except KeyboardInterrupt:
             found = texts(tmp_path)
@@ -60,11 +61,11 @@ def test_an_old_and_a_new_file_are_never_taken_together(tmp_path):
 def test_one_file_takes_the_place_of_another_at_once(tmp_path):
     path = tmp_path / "one"
     path.write_text("old")
-    with pytest.raises(ValueError), new_files(Files(), {path: 3}, force=True) as fds:
+    with pytest.raises(ValueError), new_files({path: 3}, force=True) as fds:
         fill(fds, b"new")
         raise ValueError
     assert texts(tmp_path) == {"one": "old"}
-    with new_files(Files(), {path: 3}, force=True) as fds:
+    with new_files({path: 3}, force=True) as fds:
         fill(fds, b"new")
         assert path.read_text() == "old"
     assert texts(tmp_path) == {"one": "new"}
@@ -84,7 +85,7 @@ def test_a_folder_that_fails_leaves_the_old_one(tmp_path):
 
 
 def test_folders_that_were_made_go_again(tmp_path):
-    with pytest.raises(ValueError), new_files(Files(), {tmp_path / "b" / "c" / "d": 1}, force=False):
+    with pytest.raises(ValueError), new_files({tmp_path / "b" / "c" / "d": 1}, force=False):
         raise ValueError
     with (
         pytest.raises(ValueError),

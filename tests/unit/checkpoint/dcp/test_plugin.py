@@ -22,11 +22,12 @@ from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint import HDF5Reader, HDF5Writer, open_index
 from hpcfsdp.checkpoint.dcp.reader import read_box
 from hpcfsdp.checkpoint.format import entry_names as names
-from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.cli.main import main
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointReplacedError
 from hpcfsdp.params.layout import Box
+from tests.disks import using
 from tests.unit.checkpoint.examples import equal, grids, part
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -67,9 +68,9 @@ def ranks_of(whole, owners):
     return [SavePlan(own, planner_data={}) for own in items], [GivenPlanner(state) for state in states]
 
 
-def saved_by_ranks(path, plans, planners, files=None, **options):
+def saved_by_ranks(path, plans, planners, **options):
     """What ``dcp.save`` does on several ranks, one after the other."""
-    writers = [HDF5Writer(path, files=files, **options) for _ in plans]
+    writers = [HDF5Writer(path, **options) for _ in plans]
     for rank, writer in enumerate(writers):
         writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
     plans = [writer.prepare_local_plan(plan) for writer, plan in zip(writers, plans, strict=True)]
@@ -390,9 +391,9 @@ def test_a_disk_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, call, 
         return real(*arguments)
 
     setattr(system, call, failing)
-    writer = HDF5Writer(path, files=Files(system))
     try:
-        dcp.save({"model": {"w": torch.zeros(300), "b": torch.zeros(2)}}, storage_writer=writer)
+        with using(system):
+            dcp.save({"model": {"w": torch.zeros(300), "b": torch.zeros(2)}}, storage_writer=HDF5Writer(path))
     except CheckpointException as caught:
         [(error, _)] = caught.failures.values()
         assert isinstance(error, CheckpointError)

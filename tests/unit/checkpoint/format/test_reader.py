@@ -14,7 +14,6 @@ from torch import nn
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.extents import elements_in
-from hpcfsdp.checkpoint.format.files import Files
 from hpcfsdp.checkpoint.format.footer import Footer, make_footer
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
@@ -473,10 +472,10 @@ def strided(tmp_path_factory):
     parts = [np.ascontiguousarray(values[:, low:high]).reshape(-1).view(np.uint8) for low, high in columns]
     small = {schema.EXTRA_VALUES: b"{}", schema.CONFIG: b"null"}
     content = Content(save_plan, root_attributes(1, len(columns)), small)
-    metadata_image, temporary = content.metadata_image(), TemporaryFile(Files(), path, "x")
+    metadata_image, temporary = content.metadata_image(), TemporaryFile(path, "x")
     temporary.create(metadata_image.nbytes)
     with temporary.opened() as fd:
-        writer = BlockWriter(temporary.files, fd, save_plan, metadata_image.offsets, parts.__getitem__)
+        writer = BlockWriter(fd, save_plan, metadata_image.offsets, parts.__getitem__)
         sums = [writer.write(save_plan.blocks_of(r)).tobytes() for r in range(len(columns))]
     temporary.commit(metadata_image, extent_rows(save_plan, metadata_image.offsets, sums))
     return path, values

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from hpcfsdp.checkpoint import save
-from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.format.footer import make_footer, read_footer
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.schema import checksum
 from hpcfsdp.checkpoint.inspect.verify import verify_file
 from hpcfsdp.errors import CheckpointError, CheckpointReplacedError
+from tests.disks import using
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 TENSORS = {
@@ -270,8 +271,8 @@ def test_what_cannot_be_looked_at_is_an_error(tmp_path, good):
         def preadv(self, fd, buffers, offset):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        verify_file(good, files=Files(Broken()))
+    with pytest.raises(CheckpointError, match="Input/output error"), using(Broken()):
+        verify_file(good)
 
 
 @pytest.mark.parametrize("short", [False, True], ids=["an error", "the end of the file"])
@@ -291,7 +292,8 @@ def test_a_disk_that_fails_in_any_read_is_an_error_and_no_traceback(gappy, short
     for turn in range(1, 100):
         system = Failing()
         try:
-            ends.append(bool(verify_file(gappy, files=Files(system)).faults))
+            with using(system):
+                ends.append(bool(verify_file(gappy).faults))
         except CheckpointReplacedError:  # a footer that is not there is another one
             assert short
         except CheckpointError as error:
@@ -316,7 +318,8 @@ def test_a_file_that_is_replaced_meanwhile_is_looked_at_anew(good, write):
                 os.replace(other, good)
             return os.open(path, flags, *mode)
 
-    report = verify_file(good, files=Files(Replacing()))
+    with using(Replacing()):
+        report = verify_file(good)
     assert (report.faults, report.tensors) == ((), 1)
 
 
@@ -328,5 +331,5 @@ def test_a_file_that_is_replaced_all_the_time_is_an_error(good, write):
             os.replace(next(copies), good)
             return os.open(path, flags, *mode)
 
-    with pytest.raises(CheckpointReplacedError, match="has been replaced"):
-        verify_file(good, files=Files(Replacing()))
+    with pytest.raises(CheckpointReplacedError, match="has been replaced"), using(Replacing()):
+        verify_file(good)

@@ -17,7 +17,7 @@ from torch.ao import quantization
 from torch.optim import lr_scheduler
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.loading import loader
 from hpcfsdp.comm.fake import FakeCommunicator
@@ -30,7 +30,7 @@ from hpcfsdp.errors import (
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from hpcfsdp.wrap import ModuleWrapPolicy
-from tests.disks import Failing, Watched
+from tests.disks import Failing, Watched, using
 from tests.unit.checkpoint.examples import equal
 
 
@@ -629,7 +629,8 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_opened_again(tmp_path):
     path = tmp_path / "a.h5"
     shutil.copy(others[1], path)
     model = two_layers()
-    info = checkpoint.load(path, model=model, files=Files(Replaced(path, others, 3)))
+    with using(Replaced(path, others, 3)):
+        info = checkpoint.load(path, model=model)
     assert {tensor.unique().item() for tensor in model.parameters()} == {info.step}
 
 
@@ -638,8 +639,9 @@ def test_a_file_that_is_replaced_again_and_again_is_given_up(tmp_path):
     path = tmp_path / "a.h5"
     shutil.copy(others[0], path)
     model = two_layers(5)
-    with pytest.raises(CheckpointReplacedError, match="was replaced 5 times while it was opened"):
-        checkpoint.load(path, model=model, files=Files(Replaced(path, others, 1000)))
+    told = "was replaced 5 times while it was opened"
+    with pytest.raises(CheckpointReplacedError, match=told), using(Replaced(path, others, 1000)):
+        checkpoint.load(path, model=model)
     assert {tensor.unique().item() for tensor in model.parameters()} == {5}
 
 
@@ -887,8 +889,8 @@ def test_random_numbers_that_do_not_fit_change_nothing(tmp_path, monkeypatch):
     torch.manual_seed(3)
     expected = torch.rand(1, generator=torch.Generator().manual_seed(3))
 
-    def wrong(path, files):
-        index = open_index(path, files)
+    def wrong(path):
+        index = open_index(path)
         index.rng["numpy"] = index.rng["numpy"][:, :5]
         return index
 
@@ -973,12 +975,14 @@ def test_values_of_wrong_kinds_change_nothing(tmp_path, monkeypatch, same, what)
 def test_a_descriptor_that_fails_to_close_is_no_reason_not_to_load(tmp_path):
     path = checkpoint.save(tmp_path / "a.h5", model=two_layers(2.0))
     watched = Watched()
-    checkpoint.load(path, model=two_layers(), files=Files(watched))
+    with using(watched):
+        checkpoint.load(path, model=two_layers())
     closes = [number for number, kind in enumerate(watched.calls) if kind == "close"]
     assert len(closes) > 1
     for number in closes:
         model = two_layers()
-        checkpoint.load(path, model=model, files=Files(Failing(number, errno.EIO)))
+        with using(Failing(number, errno.EIO)):
+            checkpoint.load(path, model=model)
         assert model["a"].weight[0, 0] == 2
 
 

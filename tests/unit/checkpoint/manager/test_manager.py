@@ -14,11 +14,12 @@ from torch import nn
 
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format import catalog, schema
-from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.manager import retention
 from hpcfsdp.checkpoint.saving import pending
 from hpcfsdp.checkpoint.saving.pending import Task
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, UsageError
+from tests.disks import using
 
 
 def layer(fill=1.0):
@@ -135,7 +136,7 @@ def test_it_saves_under_the_step_and_finds_the_newest(tmp_path, monkeypatch, asy
 
 def test_an_asynchronous_save_returns_before_the_disk_has_it(tmp_path):
     disk = Held()
-    with checkpoint.CheckpointManager(tmp_path, asynchronous=True, files=Files(disk)) as manager:
+    with using(disk), checkpoint.CheckpointManager(tmp_path, asynchronous=True) as manager:
         model = layer(2.0)
         path = manager.save(1, model=model)
         nn.init.zeros_(model.weight)
@@ -199,8 +200,8 @@ def test_a_closed_manager_raises(tmp_path):
 
 def test_an_exception_within_gives_up_what_is_not_committed(tmp_path, caplog):
     disk = Held()
-    manager = checkpoint.CheckpointManager(tmp_path, asynchronous=True, files=Files(disk))
-    with caplog.at_level("ERROR", "hpcfsdp"), pytest.raises(KeyboardInterrupt), manager:
+    manager = checkpoint.CheckpointManager(tmp_path, asynchronous=True)
+    with using(disk), caplog.at_level("ERROR", "hpcfsdp"), pytest.raises(KeyboardInterrupt), manager:
         manager.save(1, model=layer())
         raise KeyboardInterrupt
     disk.may_go_on.set()

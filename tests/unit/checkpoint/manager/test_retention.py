@@ -11,12 +11,13 @@ from torch import nn
 
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format.catalog import ABANDONED_AFTER_S, checkpoint_path, partial_path
-from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.format.parts import is_part
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.manager import retention
 from hpcfsdp.checkpoint.manager.retention import which_to_remove
 from hpcfsdp.errors import CheckpointError, UsageError
+from tests.disks import using
 
 STEPS = st.lists(st.integers(0, 300), max_size=30)
 NUMBERS = st.none() | st.integers(1, 40)
@@ -95,7 +96,7 @@ def test_the_last_good_one_never_goes(tmp_path_factory, good, data):
         checkpoint_path(folder, step).write_bytes(good if is_good else good[:100])
     rules = {"keep_last": data.draw(NUMBERS), "keep_every": data.draw(NUMBERS)}
     removal = retention.plan_removal(folder, **rules)
-    retention.remove(Files(), removal.going)
+    retention.remove(removal.going)
     left = {int(path.stem.removeprefix("step-")) for path in checkpoint.checkpoint_files(folder)}
     good_steps = [step for step, is_good in are_good.items() if is_good]
     if good_steps:
@@ -116,7 +117,7 @@ def test_the_target_of_a_link_that_stays_stays(make):
     for step, target in ((4, "step-00000001.h5"), (5, checkpoint_path(folder, 2))):
         checkpoint_path(folder, step).symlink_to(target)
     removal = retention.plan_removal(folder, keep_last=1, keep_every=4)
-    retention.remove(Files(), removal.going)
+    retention.remove(removal.going)
     assert steps(removal.staying) == "12456"  # 4 by the rules, 5 since it is the newest good one
     assert all(checkpoint_path(folder, step).exists() for step in (4, 5))
 
@@ -166,14 +167,14 @@ def test_parts_that_a_copy_in_the_folder_names_stay(tmp_path, how, replaced):
     if replaced:
         checkpoint.save(first, model=model, writer="subfiles")
     else:
-        retention.remove(Files(), [first])
+        retention.remove([first])
     assert set(parts) <= set(part_of(tmp_path, first.stem))
     if how == "copied":
         checkpoint.load(best, model=model)
     best.unlink()
     checkpoint.save(first, model=model, writer="subfiles")
     assert len(part_of(tmp_path, first.stem)) == 2
-    retention.remove(Files(), [first])
+    retention.remove([first])
     assert part_of(tmp_path, first.stem) == parts  # which nobody names any more; abandoned in an hour
 
 
@@ -193,8 +194,9 @@ def test_a_file_that_cannot_be_removed_is_named_and_those_after_it_are_left(make
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     removal = retention.plan_removal(folder, keep_last=1, keep_every=None)
-    with pytest.raises(CheckpointError, match=r"step-00000001\.h5: cannot be removed: Permission denied"):
-        retention.remove(Files(Failing()), removal.going)
+    told = r"step-00000001\.h5: cannot be removed: Permission denied"
+    with pytest.raises(CheckpointError, match=told), using(Failing()):
+        retention.remove(removal.going)
     assert len(checkpoint.checkpoint_files(folder)) == 3
 
 
@@ -202,7 +204,7 @@ def test_a_file_that_is_gone_already_is_no_error(make):
     folder = make("123")
     removal = retention.plan_removal(folder, keep_last=1, keep_every=None)
     checkpoint_path(folder, 1).unlink()
-    retention.remove(Files(), removal.going)
+    retention.remove(removal.going)
     assert steps(checkpoint.checkpoint_files(folder)) == "3"
 
 
@@ -210,7 +212,7 @@ def test_a_reader_of_a_removed_file_reads_on(make):
     folder = make("12")
     index = checkpoint.open_index(checkpoint_path(folder, 1))
     with BlockReader(index) as reader:
-        retention.remove(Files(), [checkpoint_path(folder, 1)])
+        retention.remove([checkpoint_path(folder, 1)])
         assert torch.from_numpy(reader.read("model/weight", 0, 6)).isfinite().all()
 
 

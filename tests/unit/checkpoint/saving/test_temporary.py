@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.catalog import ABANDONED_AFTER_S, partial_path
+from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.format.extents import check_extents
-from hpcfsdp.checkpoint.format.files import Files, System
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
@@ -20,7 +20,7 @@ from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, SavePlan, plan_alone
 from hpcfsdp.checkpoint.saving.single import write_alone
 from hpcfsdp.checkpoint.saving.temporary import BlockWriter, extent_rows
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
-from tests.disks import Cut, Failing, Forgetful, Logged, Watched, folder_of, power_cuts
+from tests.disks import Cut, Failing, Forgetful, Logged, Watched, folder_of, power_cuts, using
 
 SPECS = (
     TensorSpec("model/w", (7, 13), "float32"),
@@ -39,7 +39,8 @@ def elements(value):
 
 
 def write(path, value, system=None):
-    return write_alone(path, SPECS, elements(value), step=value, files=Files(system))
+    with using(system):
+        return write_alone(path, SPECS, elements(value), step=value)
 
 
 def value_of(path):
@@ -241,7 +242,6 @@ def checked(plan, rows, size, regions=()):
 def test_each_rank_writes_where_the_table_says_under_its_checksum(tmp_path_factory, made, limits):
     plan, gaps = made
     offsets, size = laid_out(plan, gaps)
-    files = Files(Cut(limits))
     values = {spec.path: np.random.default_rng(7).bytes(spec.nbytes) for spec in plan.specs}
 
     def bytes_of(place):
@@ -251,12 +251,12 @@ def test_each_rank_writes_where_the_table_says_under_its_checksum(tmp_path_facto
         return np.concatenate([whole[first : first + int(block["numel"])] for first in starts]).reshape(-1)
 
     path = tmp_path_factory.mktemp("blocks") / "a"
-    fd = files.create(path, size)
-    sums = []
-    for rank in range(plan.num_ranks):
-        own = plan.blocks_of(rank)
-        sums.append(BlockWriter(files, fd, plan, offsets, bytes_of).write(own).tobytes())
-    files.close(fd)
+    fd, sums = disk.create(path, size), []
+    with using(Cut(limits)):
+        for rank in range(plan.num_ranks):
+            own = plan.blocks_of(rank)
+            sums.append(BlockWriter(fd, plan, offsets, bytes_of).write(own).tobytes())
+    disk.close(fd)
     content = path.read_bytes()
     for spec, offset in zip(plan.specs, offsets, strict=True):
         assert content[offset : offset + spec.nbytes] == values[spec.path]

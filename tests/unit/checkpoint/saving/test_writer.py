@@ -17,9 +17,10 @@ from torch import nn
 import hpcfsdp
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.files import Files, System
+from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.errors import CheckpointError, DisagreementError
 from hpcfsdp.fsdp import FullyShardedDataParallel
+from tests.disks import using
 
 pytestmark = pytest.mark.hdf5
 
@@ -176,8 +177,8 @@ CALLS = [
 def test_a_disk_that_fails_is_named_and_the_previous_file_kept(tmp_path, call, number, after):
     path = previous(tmp_path)
     system = Failing(call, OSError(number, os.strerror(number)), after)
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint.save(path, model=layer(2.0), step=2, files=Files(system))
+    with pytest.raises(CheckpointError) as caught, using(system):
+        checkpoint.save(path, model=layer(2.0), step=2)
     assert str(caught.value) == f"{path}: cannot write the checkpoint: {os.strerror(number)}"
     assert system.left == 0
     assert_kept(path)
@@ -199,7 +200,8 @@ def test_the_file_is_on_disk_before_it_gets_its_name_and_its_name_before_save_re
             events.append("replace")
             os.replace(source, target)
 
-    checkpoint.save(tmp_path / "a.h5", model=layer(), files=Files(Noting()))
+    with using(Noting()):
+        checkpoint.save(tmp_path / "a.h5", model=layer())
     partial = events[1]
     assert partial.startswith(f"{tmp_path}/.a.h5.")
     assert partial.endswith(".partial")
@@ -213,8 +215,8 @@ def test_the_file_is_on_disk_before_it_gets_its_name_and_its_name_before_save_re
 @pytest.mark.parametrize("call", ["ftruncate", "pwritev", "fsync", "replace"])
 def test_an_interrupted_save_leaves_the_previous_file_alone(tmp_path, call):
     path = previous(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(path, model=layer(2.0), step=2, files=Files(Failing(call, KeyboardInterrupt())))
+    with pytest.raises(KeyboardInterrupt), using(Failing(call, KeyboardInterrupt())):
+        checkpoint.save(path, model=layer(2.0), step=2)
     assert_kept(path)
 
 
@@ -232,7 +234,8 @@ class Halting(System):
 
 def test_writes_that_take_few_bytes_at_a_time_are_gone_on_with(tmp_path, make_model):
     system, model, other = Halting(), make_model(0), make_model(1)
-    checkpoint.save(tmp_path / "a.h5", model=model, files=Files(system))
+    with using(system):
+        checkpoint.save(tmp_path / "a.h5", model=model)
     assert system.calls > 100
     checkpoint.load(tmp_path / "a.h5", model=other)
     assert all(torch.equal(a, other.state_dict()[name]) for name, a in model.state_dict().items())
@@ -243,8 +246,8 @@ def test_a_disk_that_takes_no_byte_is_an_error_and_not_a_loop(tmp_path):
         def pwritev(self, *_):
             return 0
 
-    with pytest.raises(CheckpointError, match="cannot write the checkpoint: a write took no byte"):
-        checkpoint.save(tmp_path / "a.h5", model=layer(), files=Files(Full()))
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint: a write took no byte"), using(Full()):
+        checkpoint.save(tmp_path / "a.h5", model=layer())
     assert os.listdir(tmp_path) == []
 
 
@@ -316,7 +319,8 @@ def test_a_folder_that_cannot_be_synced_is_no_failure_of_the_file(tmp_path, numb
                 raise OSError(number, "no such call")
             os.fsync(fd)
 
-    path = checkpoint.save(tmp_path / "a.h5", model=layer(), step=4, files=Files(NoFolders()))
+    with using(NoFolders()):
+        path = checkpoint.save(tmp_path / "a.h5", model=layer(), step=4)
     assert checkpoint.open_index(path).info.step == 4
     assert len(refused) == 1
 
@@ -331,7 +335,8 @@ def test_two_savers_of_one_path_write_into_two_files(tmp_path):
                 checkpoint.save(tmp_path / "a.h5", model=layer(2.0), step=2)
             return os.pwritev(*arguments)
 
-    checkpoint.save(tmp_path / "a.h5", model=layer(1.0), step=1, files=Files(SavingInside()))
+    with using(SavingInside()):
+        checkpoint.save(tmp_path / "a.h5", model=layer(1.0), step=1)
     other = layer(9.0)
     assert checkpoint.load(tmp_path / "a.h5", model=other).step == 1
     assert torch.equal(other.weight, layer(1.0).weight)
@@ -418,8 +423,8 @@ def test_an_error_of_one_rank_is_every_ranks_error(tmp_path, run_ranks, failing,
 
     def body(comm):
         model = nn.ParameterDict({"w": nn.Parameter(torch.arange(12.0))})
-        files = Files(system) if comm.rank == failing else None
-        checkpoint.save(path, model=FullyShardedDataParallel(model, process_group=comm), step=2, files=files)
+        with using(system if comm.rank == failing else None):
+            checkpoint.save(path, model=FullyShardedDataParallel(model, process_group=comm), step=2)
 
     results = run_ranks(3, body)
     message = f"{path}: cannot write the checkpoint: {os.strerror(number)}"

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.checkpoint.format.files import Files, System, reason
-from tests.disks import Cut, Failing, Watched
+from hpcfsdp.checkpoint.format import disk
+from hpcfsdp.checkpoint.format.disk import System, reason
+from tests.disks import Cut, Failing, Watched, using
 
 LIMITS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
@@ -28,19 +29,19 @@ def test_what_is_cut_short_or_interrupted_is_written_and_read_whole(
     tmp_path_factory, limits, interruptions, parts, offset
 ):
     path = tmp_path_factory.mktemp("cut") / "a"
-    files = Files(Cut(limits, interruptions))
-    data = b"".join(parts)
-    fd = files.create(path, offset + len(data))
-    files.write(fd, views(parts), offset)
-    files.sync(fd)
-    assert files.size(fd) == offset + len(data)
-    files.close(fd)
-    assert path.read_bytes() == bytes(offset) + data
-    fd = files.open_to_read(path)
-    buffer = bytearray(b"\xff" * (len(data) + 7))
-    assert files.read(fd, memoryview(buffer), offset) == len(data)
-    assert bytes(buffer) == data + b"\xff" * 7
-    files.close(fd)
+    with using(Cut(limits, interruptions)):
+        data = b"".join(parts)
+        fd = disk.create(path, offset + len(data))
+        disk.write(fd, views(parts), offset)
+        disk.sync(fd)
+        assert disk.size(fd) == offset + len(data)
+        disk.close(fd)
+        assert path.read_bytes() == bytes(offset) + data
+        fd = disk.open_to_read(path)
+        buffer = bytearray(b"\xff" * (len(data) + 7))
+        assert disk.read(fd, memoryview(buffer), offset) == len(data)
+        assert bytes(buffer) == data + b"\xff" * 7
+        disk.close(fd)
 
 
 @settings(deadline=None)
@@ -55,14 +56,15 @@ def test_what_is_cut_short_or_interrupted_is_written_and_read_whole(
 def test_runs_apart_are_written_whole_and_nothing_between_them(
     tmp_path_factory, limits, interruptions, nbytes, count, gap, offset
 ):
-    path, files = tmp_path_factory.mktemp("runs") / "file", Files(Cut(limits, interruptions))
+    path = tmp_path_factory.mktemp("runs") / "file"
     stride = nbytes + gap
     before = bytes([255]) * (offset + count * stride)
     path.write_bytes(before)
     data = bytes(place % 251 for place in range(count * nbytes))
-    fd = files.open_to_write(path)
-    files.write_runs(fd, memoryview(data), count, offset, stride)
-    files.close(fd)
+    with using(Cut(limits, interruptions)):
+        fd = disk.open_to_write(path)
+        disk.write_runs(fd, memoryview(data), count, offset, stride)
+        disk.close(fd)
     whole = bytearray(before)
     for number in range(count):
         whole[offset + number * stride : offset + number * stride + nbytes] = data[number * nbytes :][:nbytes]
@@ -71,94 +73,89 @@ def test_runs_apart_are_written_whole_and_nothing_between_them(
 
 def test_more_buffers_than_a_call_takes_are_written(path):
     watched = Watched()
-    files = Files(watched)
-    fd = files.create(path, 0)
-    files.write(fd, views(bytes([n % 251]) for n in range(3000)), 0)
-    files.close(fd)
+    fd = disk.create(path, 0)
+    with using(watched):
+        disk.write(fd, views(bytes([n % 251]) for n in range(3000)), 0)
+    disk.close(fd)
     assert path.read_bytes() == bytes(n % 251 for n in range(3000))
     assert watched.calls.count("pwritev") == 3
 
 
 def test_buffers_that_are_not_bytes_are_written_as_such(path):
-    files = Files(Cut([5]))
-    fd = files.create(path, 0)
-    files.write(fd, [memoryview(bytes(range(48))).cast("d"), memoryview(b"")], 0)
-    files.close(fd)
+    fd = disk.create(path, 0)
+    with using(Cut([5])):
+        disk.write(fd, [memoryview(bytes(range(48))).cast("d"), memoryview(b"")], 0)
+    disk.close(fd)
     assert path.read_bytes() == bytes(range(48))
 
 
 def test_a_write_that_takes_nothing_is_an_error_and_no_endless_loop(path):
-    files = Files()
-    fd = files.create(path, 0)
-    stuck = Files(SimpleNamespace(pwritev=lambda *_: 0))
-    with pytest.raises(OSError, match="took no byte") as caught:
-        stuck.write(fd, views([b"abc"]), 0)
+    fd = disk.create(path, 0)
+    with pytest.raises(OSError, match="took no byte") as caught, using(SimpleNamespace(pwritev=lambda *_: 0)):
+        disk.write(fd, views([b"abc"]), 0)
     assert caught.value.errno == errno.EIO
-    files.close(fd)
+    disk.close(fd)
 
 
 def test_a_file_is_created_of_holes_and_never_over_another(path):
-    files = Files()
-    files.close(files.create(path, 1000))
+    disk.close(disk.create(path, 1000))
     assert path.read_bytes() == bytes(1000)
     path.write_bytes(b"kept")
     with pytest.raises(FileExistsError):
-        files.create(path, 5)
+        disk.create(path, 5)
     assert path.read_bytes() == b"kept"
 
 
 def test_a_file_of_which_no_size_can_be_set_leaves_no_open_descriptor(path):
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(OSError, match=os.strerror(errno.EDQUOT)):
-        Files(Failing(1, errno.EDQUOT)).create(path, 10)
+    with pytest.raises(OSError, match=os.strerror(errno.EDQUOT)), using(Failing(1, errno.EDQUOT)):
+        disk.create(path, 10)
     assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_signal_does_not_close_a_descriptor_twice(path):
-    files = Files(Failing(0, errno.EINTR))
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
-    files.close(fd)
+    with using(Failing(0, errno.EINTR)):
+        disk.close(fd)
     with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
         os.fstat(fd)
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
 def test_a_file_system_that_cannot_force_names_to_the_disk_is_let_be(tmp_path, code):
-    watched = Failing(1, code)
-    Files(watched).sync_folder(tmp_path)
+    with using(Failing(1, code)) as watched:
+        disk.sync_folder(tmp_path)
     assert watched.calls == ["open", "fsync", "close"]
 
 
 def test_a_folder_that_may_not_be_read_is_let_be(tmp_path):
-    watched = Failing(0, errno.EACCES)
-    Files(watched).sync_folder(tmp_path)
+    with using(Failing(0, errno.EACCES)) as watched:
+        disk.sync_folder(tmp_path)
     assert watched.calls == ["open"]
 
 
 def test_names_that_are_not_forced_to_the_disk_are_an_error(tmp_path):
-    watched = Failing(1, errno.EIO)
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        Files(watched).sync_folder(tmp_path)
+    with using(Failing(1, errno.EIO)) as watched, pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        disk.sync_folder(tmp_path)
     assert watched.calls == ["open", "fsync", "close"]
 
 
 def test_removing_what_is_not_there_is_done(path):
-    Files().remove(path)
+    disk.remove(path)
     path.write_bytes(b"")
-    Files().remove(path)
+    disk.remove(path)
     assert not path.exists()
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path):
-    files = Files()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path / "link", "/dev/zero"):
         with pytest.raises(OSError, match="is not a regular file") as caught:
-            files.open_to_read(path)
+            disk.open_to_read(path)
         assert reason(caught.value) == "is not a regular file"
     with pytest.raises(IsADirectoryError):
-        files.open_to_read(tmp_path)
+        disk.open_to_read(tmp_path)
 
 
 def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(path):
@@ -173,26 +170,25 @@ def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(path):
 
     path.write_text("x")
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(OSError, match="is not a regular file"):
-        Files(Swapping()).open_to_read(path)
+    with pytest.raises(OSError, match="is not a regular file"), using(Swapping()):
+        disk.open_to_read(path)
     assert os.listdir("/proc/self/fd") == before
 
 
 def test_holes_are_not_allocated(path):
-    files = Files()
     path.write_bytes(b"x" * 10)
     with path.open("r+b") as file:
         file.truncate(1 << 40)
         file.seek(1 << 30)
         file.write(b"y")
-    fd = files.open_to_read(path)
+    fd = disk.open_to_read(path)
     try:
-        assert 11 <= files.allocated(fd) < 1 << 20
-        assert files.next_data(fd, 0) == 0
-        assert (1 << 30) - (1 << 16) < files.next_data(fd, 1 << 20) <= 1 << 30
-        assert files.next_data(fd, (1 << 30) + (1 << 20)) is None
+        assert 11 <= disk.allocated(fd) < 1 << 20
+        assert disk.next_data(fd, 0) == 0
+        assert (1 << 30) - (1 << 16) < disk.next_data(fd, 1 << 20) <= 1 << 30
+        assert disk.next_data(fd, (1 << 30) + (1 << 20)) is None
     finally:
-        files.close(fd)
+        disk.close(fd)
 
 
 def test_a_file_system_that_knows_no_holes_has_allocated_all(path):
@@ -203,10 +199,10 @@ def test_a_file_system_that_knows_no_holes_has_allocated_all(path):
 
     with path.open("wb") as file:
         file.truncate(1 << 30)
-    files = Files(Unknowing())
-    fd = files.open_to_read(path)
-    try:
-        assert files.allocated(fd) == 1 << 30
-        assert files.next_data(fd, 5) == 5
-    finally:
-        files.close(fd)
+    with using(Unknowing()):
+        fd = disk.open_to_read(path)
+        try:
+            assert disk.allocated(fd) == 1 << 30
+            assert disk.next_data(fd, 5) == 5
+        finally:
+            disk.close(fd)
