@@ -1,4 +1,4 @@
-"""Private parts of torch, and differences between its versions. No other module uses torch's private names."""
+"""Private parts of torch, and differences between its versions. No other module imports private names of torch."""
 
 import contextlib
 import functools
