@@ -398,3 +398,51 @@ def test_the_page_on_doctor_lists_every_area():
     assert len(areas) > 10
     table = "".join(re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs/how-to/doctor.md").read_text(), re.MULTILINE))
     assert areas <= set(re.findall(r"`(\w+)`", table))
+
+
+def test_numbers_on_pages_are_those_of_the_code():
+    from hpcfsdp import env
+    from hpcfsdp.checkpoint.format import access, footer, schema
+    from hpcfsdp.comm.mpi import exchange, node_memory, staged
+    from hpcfsdp.engine import context, order
+    from hpcfsdp.hang import departure, waits
+
+    logged = [f"{env.wait_log_s() * at:g}" for at in waits._LOG_AT]
+    said = {
+        "reference/checkpoint-format.md": [
+            f"| bytes of an extent | {schema.BLOCK_BYTES >> 20} MiB |",
+            f"| regions of a footer | {footer.MOST_REGIONS:,} |",
+            f"| dimensions of a tensor | {schema.MOST_DIMENSIONS},",
+            f"| levels of lists and objects in JSON | {schema.MOST_LEVELS} |",
+            f"may take {access.LEAST_ROOM_BYTES >> 20} MiB of memory",
+            f"Tensors of {schema.ALIGNED_FROM_BYTES >> 10} KiB or more start at a multiple of "
+            f"{schema.ALIGNMENT_BYTES >> 10} KiB",
+        ],
+        "reference/configuration.md": [
+            f"| `HPCFSDP_WAIT_LOG_S` | {env.wait_log_s():g} |",
+            f"| `HPCFSDP_HANG_S` | {env.hang_s():g} |",
+        ],
+        "explanation/communication.md": [
+            f"after {logged[0]} seconds, then after {', '.join(logged[1:])}, and every further {logged[-1]}"
+        ],
+        "explanation/scaling.md": [
+            f"| up to {exchange._MOST_PAIRS} | any |",
+            f"| more | up to {exchange._ROUND_BYTES >> 10} KiB |",
+            f"An all-reduce of up to {exchange._SMALL_BYTES >> 10} KiB",
+        ],
+        "explanation/sharp-bits.md": [
+            "waits four seconds" if departure.GRACE_S == 4 else f"{departure.GRACE_S:g} seconds"
+        ],
+        "developers/node-memory.md": [
+            f"for each rank, {node_memory._LINE} bytes",
+            f"of {staged._PART_BYTES >> 20} MiB, or less if the regions of all ranks would exceed "
+            f"{staged._MOST_BYTES >> 20} MiB",
+        ],
+        "developers/step.md": [
+            f"the same {context.MOST_PATHS} paths",
+            "after ten minutes" if order.PATIENCE_S == 600 else f"{order.PATIENCE_S:g} seconds",
+        ],
+    }
+    for page, texts in said.items():
+        text = " ".join((ROOT / "docs" / page).read_text().split())
+        assert not [each for each in texts if each not in text], page
