@@ -12,8 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,9 @@ from torch.distributed.fsdp import FullStateDictConfig, StateDictType, fully_sha
 from torch.distributed.tensor import DTensor, Shard
 
 from hpcfsdp import checkpoint
-from hpcfsdp.bench.step import OWN, quiet
-from hpcfsdp.bench.tables import Ratio, Table, ratio_cell, time_cells, times_json
-from hpcfsdp.bench.timing import Times, timed
+from hpcfsdp._compat import local_of
+from hpcfsdp.bench.harness import Ratio, Table, Times, ratio_cell, time_cells, timed, times_json
+from hpcfsdp.bench.step import OWN
 from hpcfsdp.checkpoint import CheckpointManager, HDF5Writer
 from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.comm import Communicator
@@ -53,28 +52,8 @@ _FILES_AT_ONCE = 7
 """Most files of the model's size in the folder: one for each way to save, a managed one and its successor."""
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Times of saving and loading.
-
-    Attributes:
-        nbytes: of the parameters, over all ranks.
-        tensors: number of parameters.
-        times: task -> way -> times. The tasks are ``SAVE``, ``LOAD`` (the page cache holds nothing of the files, where
-            the file system has one), ``LOAD_CACHED``, ``HELD`` (an asynchronous save, until training goes on; and one
-            copy of the same bytes), ``FLOORS``, and ``COLUMNS`` (torch.distributed.checkpoint saves as many DTensors,
-            of which each rank has columns, with hpcfsdp's writer and its own).
-    """
-
-    nbytes: int
-    tensors: int
-    times: dict[str, dict[str, Times]]
-
-
-def measure(
-    world: World, *, nbytes: int, tensors: int, folder: str | os.PathLike[str] | None, repeats: int
-) -> Measurement:
-    """Collective over all ranks. Save and load in every way in turn, and compare loaded values with saved ones.
+def measure(world: World, *, nbytes: int, tensors: int, folder: str | os.PathLike[str] | None, repeats: int) -> Table:
+    """Save and load in every way in turn, and compare loaded values with saved ones. Collective over all ranks.
 
     Args:
         nbytes: of all parameters, float32; about.
@@ -85,64 +64,66 @@ def measure(
         HpcfsdpError: the file system has no room, or loaded values differ from saved ones.
     """
     shape = shape_of(nbytes, tensors)
-    with scratch(world.host, folder, _FILES_AT_ONCE * tensors * math.prod(shape) * 4) as place, quiet():
+    with scratch(world.host, folder, _FILES_AT_ONCE * tensors * math.prod(shape) * 4) as place:
         gloo = dist.new_group(backend="gloo")
-        own = make_model(OWN, None, tensors, shape)
-        peer = make_model(FSDP2, gloo, tensors, shape)
-        contest = _Contest(world.host, place, own, peer, gloo)
-        try:
-            times = contest.run(repeats)
-        finally:
-            del contest, own, peer
-            gc.collect()  # a group of gloo that outlives its destruction aborts the process, and models hold it
-    return Measurement(tensors * math.prod(shape) * 4, tensors, times)
+        own, peer = (make_model(engine, group, tensors, shape) for engine, group in ((OWN, None), (FSDP2, gloo)))
+        times = _Savings(world.host, place, own, peer, gloo).run(repeats)
+    return table(tensors * math.prod(shape) * 4, tensors, times)
 
 
-def table(found: Measurement) -> Table:
-    """A row for each task and way.
+def table(nbytes: int, tensors: int, found: Mapping[str, Mapping[str, Times]]) -> Table:
+    """Return a row for each task and way.
 
-    With its speed as a part of that of raw files, DCP's time as a multiple of it, and it as a multiple of hpcfsdp's
-    time. Work in memory is compared with hpcfsdp's saving.
+    The columns compare its speed with that of raw files, DCP's time with it, and it with hpcfsdp's time. Work in memory
+    is compared with hpcfsdp's saving.
+
+    Args:
+        nbytes: of the parameters, over all ranks.
+        tensors: number of parameters.
+        found: task -> way -> times. The tasks are ``SAVE``, ``LOAD`` (the page cache holds nothing of the files, where
+            the file system has one), ``LOAD_CACHED``, ``HELD`` (an asynchronous save, until training goes on; and one
+            copy of the same bytes), ``FLOORS``, and ``COLUMNS`` (torch.distributed.checkpoint saves as many DTensors,
+            of which each rank has columns, with hpcfsdp's writer and its own).
     """
     rows = [
         (
             task,
             way,
             *time_cells(times),
-            f"{found.nbytes / times.median_s / 1e9:.2f}",
+            f"{nbytes / times.median_s / 1e9:.2f}",
             f"{100 * ways[RAW].ratio_to(times):.0f}%" if RAW in ways and way != RAW else "",
             ratio_cell(ways.get(DCP), times),
-            "" if way == OWN else ratio_cell(times, ways.get(OWN, found.times[SAVE][OWN])),
+            "" if way == OWN else ratio_cell(times, ways.get(OWN, found[SAVE][OWN])),
         )
-        for task, ways in found.times.items()
+        for task, ways in found.items()
         for way, times in ways.items()
     ]
-    tasks = {task: times_json(ways) for task, ways in found.times.items()}
+    tasks = {task: times_json(ways) for task, ways in found.items()}
     columns = ("task", "way", "median", "min-max", "GB/s", "of raw", "dcp / it", "it / hpcfsdp")
     ratios = [
         Ratio.of_speeds(f"{task}{', fresh' if way == FRESH else ''}: speed / DCP", ways[way], ways[DCP])
-        for task, ways in found.times.items()
+        for task, ways in found.items()
         for way in (OWN, FRESH)
         if {way, DCP} <= set(ways)
     ]
     ratios += [
         Ratio.of_speeds(f"{task}: speed / raw files", ways[OWN], ways[RAW])
-        for task, ways in found.times.items()
+        for task, ways in found.items()
         if {OWN, RAW} <= set(ways)
     ]
-    if {OWN, COPY} <= set(found.times.get(HELD, {})):
-        ratios.append(Ratio.of_times("training held / one copy", found.times[HELD][OWN], found.times[HELD][COPY]))
-    return Table(columns, rows, {"bytes": found.nbytes, "tensors": found.tensors, **tasks}, ratios=ratios)
+    if {OWN, COPY} <= set(found.get(HELD, {})):
+        ratios.append(Ratio.of_times("training held / one copy", found[HELD][OWN], found[HELD][COPY]))
+    return Table(columns, rows, {"bytes": nbytes, "tensors": tensors, **tasks}, ratios=ratios)
 
 
 def shape_of(nbytes: int, tensors: int) -> tuple[int, int]:
-    """A shape of rows and columns, about square: `tensors` of it in float32 take about `nbytes` bytes. Pure."""
+    """Return rows and columns, about as many: `tensors` of this shape in float32 take about `nbytes` bytes."""
     numel = max(1, nbytes // (4 * tensors))
     columns = math.isqrt(numel)
     return numel // columns, columns
 
 
-class Unit(nn.Module):
+class ParamUnit(nn.Module):
     """Parameters that are sharded together."""
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
@@ -152,7 +133,7 @@ class Unit(nn.Module):
 
 
 def make_model(engine: str, group: Any, tensors: int, shape: tuple[int, int]) -> nn.Module:
-    """Collective over `group`. A model of that many parameters, with values that all differ, in units of a few.
+    """Return a model of that many parameters, with values that all differ, in units of a few. Collective over `group`.
 
     Args:
         engine: "fsdp2" or "hpcfsdp".
@@ -163,14 +144,14 @@ def make_model(engine: str, group: Any, tensors: int, shape: tuple[int, int]) ->
     units: list[nn.Module] = []
     for first in range(0, tensors, UNIT_TENSORS):  # one by one: the whole model need not fit into one process
         count = min(UNIT_TENSORS, tensors - first)
-        unit = Unit(torch.randn(shape, generator=generator) for _ in range(count))
+        unit = ParamUnit(torch.randn(shape, generator=generator) for _ in range(count))
         units.append(FullyShardedDataParallel(unit, group) if mesh is None else fully_shard(unit, mesh=mesh))
     return nn.ModuleList(units)
 
 
 @contextlib.contextmanager
 def scratch(comm: Communicator, folder: str | os.PathLike[str] | None, nbytes: int) -> Iterator[Path]:
-    """Collective over `comm`. A new folder on a disk with room for so many bytes, removed again at the end.
+    """Make a folder on a disk with room for so many bytes, removed again at the end. Collective over `comm`.
 
     Raises:
         HpcfsdpError: there is no room, or no folder can be made.
@@ -193,7 +174,7 @@ def scratch(comm: Communicator, folder: str | os.PathLike[str] | None, nbytes: i
             shutil.rmtree(made, ignore_errors=True)
 
 
-class _Contest:
+class _Savings:
     """The ways to save and load a model. All methods are collective over all ranks."""
 
     def __init__(self, comm: Communicator, folder: Path, own: nn.Module, peer: nn.Module, group: Any) -> None:
@@ -206,7 +187,7 @@ class _Contest:
         self._manager, self._step = CheckpointManager(folder / "managed", keep_last=1, asynchronous=True), 0
 
     def run(self, repeats: int) -> dict[str, dict[str, Times]]:
-        """Collective over all ranks. Every way once in each round; each loads the files that its namesake saved."""
+        """Time every way once in each round; each loads the files that its namesake saved."""
         load = {
             RAW: self._load_raw,
             OWN: lambda: checkpoint.load(self._path(OWN), model=self._own),
@@ -248,7 +229,7 @@ class _Contest:
         return {task: {name: Times(tuple(s)) for name, s in ways.items()} for task, ways in found.items()}
 
     def _path(self, name: str) -> Path:
-        """Of the file that a way saves, or of its folder with files of all ranks."""
+        """Return the path of the file that a way saves, or of its folder with files of all ranks."""
         return self._folder / (OWN if name == FRESH else name).replace(" ", "-")
 
     def _own_file(self, name: str) -> Path:
@@ -259,7 +240,7 @@ class _Contest:
         return [path] if path.is_file() else sorted(path.iterdir())
 
     def _remove(self, name: str) -> None:
-        """Collective over all ranks. Remove a way's files, so that no save waits for their removal."""
+        """Remove a way's files, so that no save waits for their removal."""
         if self._comm.rank == 0:
             path = self._path(name)
             if path.is_file():
@@ -286,11 +267,11 @@ class _Contest:
                     pass
 
     def _settle(self, name: str) -> None:
-        """Collective over all ranks. Wait for saves in the background."""
+        """Wait for saves in the background."""
         self._manager.wait()
 
     def _model(self, name: str) -> nn.Module:
-        """The model into which a way loads."""
+        """Return the model into which a way loads."""
         return self._own if name in (OWN, FRESH, RAW) else self._peer
 
     def _forget(self, name: str) -> None:
@@ -298,7 +279,7 @@ class _Contest:
             param.detach().zero_()
 
     def _check(self, name: str) -> None:
-        """Collective over all ranks. Raise if the values of a model differ from the saved ones."""
+        """Raise if the values of a model differ from the saved ones."""
         model = self._model(name)
         with raise_together(self._comm):
             if _digest(model) != self._saved[id(model)]:
@@ -371,7 +352,7 @@ class _Contest:
 
 
 def _columns_like(value: DTensor) -> DTensor:
-    """A matrix of the same shape, on the same ranks, of which each has columns."""
+    """Return a matrix of the same shape, on the same ranks, of which each has columns."""
     rows, columns = value.shape
     mesh, step = value.device_mesh, -(-columns // value.device_mesh.size())
     own = max(0, min(step, columns - step * mesh.get_local_rank()))
@@ -385,6 +366,6 @@ def _force_to_disk(path: Path) -> None:
 
 
 def _digest(model: nn.Module) -> list[int]:
-    """Checksums of this rank's part of each parameter."""
-    locals_of = [value.to_local() if hasattr(value, "to_local") else value for value in model.parameters()]
-    return [schema.checksum(np.ascontiguousarray(value.detach().numpy())) for value in locals_of]
+    """Return checksums of this rank's part of each parameter."""
+    values = [local_of(param.detach()) for param in model.parameters()]
+    return [schema.checksum(np.ascontiguousarray(value.numpy())) for value in values]

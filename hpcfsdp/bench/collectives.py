@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from hpcfsdp import _compat
+from hpcfsdp.bench.harness import MIB, Ratio, Table, Times, faster_cell, in_turn, time_cells, times_json
 from hpcfsdp.bench.step import OWN
-from hpcfsdp.bench.tables import MIB, Ratio, Table, faster_cell, time_cells, times_json
-from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.comm.communicator import segment
 from hpcfsdp.comm.reduce import reduce_into
 from hpcfsdp.world import World
 
 
-@dataclass(frozen=True)
-class Measurement:
+class Comparison(NamedTuple):
     """One collective at one size, done in several ways.
 
     Attributes:
@@ -35,8 +32,8 @@ class Measurement:
     ways: dict[str, Times]
 
 
-def measure(world: World, sizes: Sequence[int], *, repeats: int) -> list[Measurement]:
-    """Collective over all ranks. Measure every collective at each size (bytes of the full tensor)."""
+def measure(world: World, sizes: Sequence[int], *, repeats: int) -> Table:
+    """Time every collective at each size (bytes of the full tensor). Collective over all ranks."""
     gloo = dist.new_group(backend="gloo")
     found = []
     for nbytes in sizes:
@@ -46,13 +43,13 @@ def measure(world: World, sizes: Sequence[int], *, repeats: int) -> list[Measure
             calls = min(200, max(1, 4 * MIB // nbytes)) if floor else 200
             times = in_turn(world.host, ways | ({"floor": floor} if floor else {}), repeats=repeats, calls=calls)
             floor_s = times.pop("floor").median_s if floor else 0.0
-            found.append(Measurement(collective, numel * 4, floor_s, times))
+            found.append(Comparison(collective, numel * 4, floor_s, times))
         buffers.free()
-    return found
+    return table(found)
 
 
-def table(found: Sequence[Measurement]) -> Table:
-    """A row for each way, with its speed as a multiple of gloo's, and its time as a multiple of the floor."""
+def table(found: Sequence[Comparison]) -> Table:
+    """Return a row for each way, with its speed as a multiple of gloo's, and its time as a multiple of the floor."""
     rows = [
         (
             one.collective,

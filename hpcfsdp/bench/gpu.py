@@ -8,19 +8,21 @@ and torch on its "fake" process group, which moves none.
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
-from collections.abc import Callable, Sequence
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hpcfsdp import _compat, accelerator
+from hpcfsdp.bench.harness import Ratio, Table, Times, in_turn, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.step import FLOOR, NAMES, OWN, OWN_ROWS, STOCK, make_model, quiet, training_step
-from hpcfsdp.bench.tables import Ratio, Table, ratio_cell, time_cells, times_json
-from hpcfsdp.bench.timing import Times, in_turn
-from hpcfsdp.bench.trace import Activity, traced
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import UsageError
@@ -35,8 +37,8 @@ _WARMUP, _TRACED = 3, 2
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Of one engine.
+class EngineFigures:
+    """What one engine takes for a step.
 
     Attributes:
         times: of a step.
@@ -51,21 +53,6 @@ class Figures:
     loss: float
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Steps of several engines.
-
-    Attributes:
-        about: the date, the hardware, versions, and the size of the step.
-        figures: engine -> its figures.
-        skipped: engine -> why it was not measured.
-    """
-
-    about: str
-    figures: dict[str, Figures]
-    skipped: dict[str, str]
-
-
 def measure(
     world: World | None = None,
     *,
@@ -76,8 +63,8 @@ def measure(
     dtype: str,
     repeats: int,
     imagined_ranks: int,
-) -> Measurement:
-    """Collective over all ranks. Steps of all engines in turn.
+) -> Table:
+    """Measure steps of all engines in turn. Collective over all ranks.
 
     Args:
         world: None: this process alone makes torch's default group, and destroys it.
@@ -92,28 +79,33 @@ def measure(
     shape = {"layers": layers, "width": width, "context": context, "batch": batch}
     options = {**shape, "dtype": DTYPES[dtype], "device": device}
     if world is not None:
-        contest = _Contest(world.host, device, {**options, "rank": world.rank, "ranks": world.size})
-        return Measurement(_about(world.size, False, device, shape, dtype, repeats), *contest.run(None, repeats))
+        found = _measured(world.host, None, {**options, "rank": world.rank, "ranks": world.size}, repeats)
+        return table(_about(world.size, False, device, shape, dtype, repeats), *found)
     _compat.init_fake_group(imagined_ranks, device)
     try:
-        contest = _Contest(FakeCommunicator(), device, {**options, "rank": 0, "ranks": imagined_ranks})
         own = FakeCommunicator(0, imagined_ranks, device=device)
-        return Measurement(_about(imagined_ranks, True, device, shape, dtype, repeats), *contest.run(own, repeats))
+        found = _measured(FakeCommunicator(), own, {**options, "rank": 0, "ranks": imagined_ranks}, repeats)
+        return table(_about(imagined_ranks, True, device, shape, dtype, repeats), *found)
     finally:
         dist.destroy_process_group()
 
 
-def table(found: Measurement) -> Table:
-    """A row for each engine, with its time as a multiple of the floor, and hpcfsdp's time as a multiple of it."""
-    own = found.figures[OWN]
+def table(about: str, figures: Mapping[str, EngineFigures], skipped: Mapping[str, str]) -> Table:
+    """Return a row for each engine, with its time as a multiple of the floor, and hpcfsdp's time as a multiple of it.
+
+    Args:
+        about: the date, the hardware, versions, and the size of the step.
+        skipped: engine -> why it was not measured.
+    """
+    own = figures[OWN]
     rows, as_json = [], {}
-    for engine, one in found.figures.items():
+    for engine, one in figures.items():
         doing = one.activity
         rows.append(
             (
                 engine,
                 *time_cells(one.times),
-                ratio_cell(one.times, found.figures[FLOOR].times),
+                ratio_cell(one.times, figures[FLOOR].times),
                 ratio_cell(own.times, one.times),
                 f"{one.peak_bytes / (1 << 30):.2f} GiB",
                 *(("",) * 4 if doing is None else _cells(doing)),
@@ -130,75 +122,72 @@ def table(found: Measurement) -> Table:
         *("engine", "step", "min-max", "x floor", "hpcfsdp / it", "peak memory"),
         *("launches", "host waits", "exposed communication", "idle"),
     )
-    notes = [f"{engine} was skipped: {reason}" for engine, reason in found.skipped.items()]
+    notes = [f"{engine} was skipped: {reason}" for engine, reason in skipped.items()]
     return Table(
         columns,
         rows,
-        {"about": found.about, "engines": as_json, "skipped": found.skipped},
+        {"about": about, "engines": as_json, "skipped": skipped},
         notes,
-        heading=found.about,
+        heading=about,
         ratios=[
             Ratio.of_times(f"{NAMES[OWN]} on a device: step time / {NAMES[engine]}", own.times, one.times)
-            for engine, one in found.figures.items()
+            for engine, one in figures.items()
             if engine not in (OWN, OWN_ROWS)
         ],
     )
 
 
-class _Contest:
-    """The engines on one device. All methods are collective over `comm`."""
+def _measured(
+    comm: Communicator, own: Communicator | None, options: dict[str, Any], repeats: int
+) -> tuple[dict[str, EngineFigures], dict[str, str]]:
+    """Return figures of all engines, and why others were left out. Collective over `comm`.
 
-    def __init__(self, comm: Communicator, device: torch.device, options: dict[str, Any]) -> None:
-        self._comm, self._device, self._options = comm, device, options
+    Args:
+        own: hpcfsdp's communicator where it is not that of the world.
+        options: of ``training_step``.
+    """
+    steps: dict[str, Callable[[], object]] = {}
+    found: dict[str, tuple[int, Activity | None]] = {}
+    losses: dict[str, torch.Tensor] = {}
+    skipped: dict[str, str] = {}
+    for engine in (FLOOR, *STOCK, OWN, OWN_ROWS) if own is None else _IMAGINED:
+        group = own if engine == OWN else dist.group.WORLD
+        try:
+            with quiet():
+                steps[engine], *found[engine] = _prepared(comm, engine, group, options, losses)
+        except RuntimeError as error:  # no memory, or something that the device or its group does not know
+            if engine == OWN:
+                raise
+            skipped[engine] = str(error).splitlines()[0]
+    finish = functools.partial(accelerator.synchronize, options["device"])
+    times = in_turn(comm, steps, repeats=repeats, warmup=1, calls=_CALLS, finish=finish)
+    figures = {engine: EngineFigures(times[engine], *one, float(losses[engine])) for engine, one in found.items()}
+    del steps
+    gc.collect()  # models in circles hold the group
+    return figures, skipped
 
-    def run(self, own: Communicator | None, repeats: int) -> tuple[dict[str, Figures], dict[str, str]]:
-        """Figures of all engines, and why others were left out.
 
-        Args:
-            own: hpcfsdp's communicator where it is not that of the world.
-        """
-        steps: dict[str, Callable[[], object]] = {}
-        found: dict[str, tuple[int, Activity | None]] = {}
-        losses: dict[str, torch.Tensor] = {}
-        skipped: dict[str, str] = {}
-        for engine in (FLOOR, *STOCK, OWN, OWN_ROWS) if own is None else _IMAGINED:
-            group = own if engine == OWN else dist.group.WORLD
-            try:
-                with quiet():
-                    steps[engine], *found[engine] = self._prepared(engine, group, losses)
-            except RuntimeError as error:  # no memory, or something that the device or its group does not know
-                if engine == OWN:
-                    raise
-                skipped[engine] = str(error).splitlines()[0]
-        finish = lambda: accelerator.synchronize(self._device)  # noqa: E731
-        times = in_turn(self._comm, steps, repeats=repeats, warmup=1, calls=_CALLS, finish=finish)
-        figures = {
-            engine: Figures(times[engine], *of_engine, float(losses[engine])) for engine, of_engine in found.items()
-        }
-        del steps
-        gc.collect()  # models in circles hold the group
-        return figures, skipped
+def _prepared(
+    comm: Communicator, engine: str, group: Any, options: dict[str, Any], losses: dict[str, torch.Tensor]
+) -> tuple[Callable[[], object], int, Activity | None]:
+    """Return a step of an engine, which notes its loss, the peak of its memory, and what the device does in it."""
+    device = options["device"]
+    gc.collect()
+    accelerator.synchronize(device)
+    before = torch.accelerator.memory_allocated(device)  # of the engines before this one
+    take = training_step(engine, group, **options)
 
-    def _prepared(
-        self, engine: str, group: Any, losses: dict[str, torch.Tensor]
-    ) -> tuple[Callable[[], object], int, Activity | None]:
-        """A step of an engine, the peak of its memory, and what the device does in it."""
-        gc.collect()
-        accelerator.synchronize(self._device)
-        before = torch.accelerator.memory_allocated(self._device)  # of the engines before this one
-        take = training_step(engine, group, **self._options)
+    def step() -> None:
+        losses[engine] = take()
 
-        def step() -> None:
-            losses[engine] = take()
-
-        for _ in range(_WARMUP):
-            step()
-        accelerator.synchronize(self._device)
-        torch.accelerator.reset_peak_memory_stats(self._device)
+    for _ in range(_WARMUP):
         step()
-        accelerator.synchronize(self._device)
-        peak = torch.accelerator.max_memory_allocated(self._device) - before
-        return step, max(self._comm.all_gather_object(peak)), traced(step, _TRACED, self._device)
+    accelerator.synchronize(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    step()
+    accelerator.synchronize(device)
+    peak = torch.accelerator.max_memory_allocated(device) - before
+    return step, max(comm.all_gather_object(peak)), traced(step, _TRACED, device)
 
 
 def _cells(doing: Activity) -> Sequence[str]:
@@ -228,3 +217,105 @@ def _about(ranks: int, imagined: bool, device: torch.device, shape: dict[str, in
         f"{shape['width']} ({size / 1e6:.0f} million parameters), {shape['batch']} x {shape['context']} tokens on each "
         f"rank, {dtype}; {repeats} runs of {_CALLS} steps."
     )
+
+
+Interval = tuple[float, float]
+"""Begin and end of a piece of work."""
+_STEPS = "hpcfsdp steps"
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_HOST_APIS = ("_runtime", "_driver")
+_COMMUNICATION = "ccl"
+"""In the names of the kernels of NCCL, RCCL, oneCCL, HCCL."""
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a device did, for each step.
+
+    Attributes:
+        launches: of kernels, copies and fills of memory.
+        synchronisations: calls in which the host waited for the device.
+        seconds: from the first work on the device to the last, under the profiler, which slows steps down.
+        communication_s: in which a kernel that communicates ran.
+        exposed_s: the part of it in which no other kernel ran.
+        idle_s: in which nothing ran.
+    """
+
+    launches: float
+    synchronisations: float
+    seconds: float
+    communication_s: float
+    exposed_s: float
+    idle_s: float
+
+
+def merged(spans: Iterable[Interval]) -> list[Interval]:
+    """Return the time that is in any of the intervals, as intervals in order that do not meet."""
+    found: list[Interval] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        elif begin < end:
+            found.append((begin, end))
+    return found
+
+
+def length(spans: Iterable[Interval]) -> float:
+    """Return how much time is in any of the intervals."""
+    return sum(end - begin for begin, end in merged(spans))
+
+
+def exposed(spans: Sequence[Interval], others: Sequence[Interval]) -> float:
+    """Return how much time is in any of the intervals, and in none of the others."""
+    return length([*spans, *others]) - length(others)
+
+
+def activity(events: Iterable[Mapping[str, Any]], steps: int) -> Activity | None:
+    """Sum up the events of a trace (Chrome's format, microseconds) of so many steps.
+
+    None where it has no kernels: the profiler does not know this device.
+    """
+    complete = [event for event in events if event.get("ph") == "X"]
+    marks = [
+        _interval(event) for event in complete if event["name"] == _STEPS and event.get("cat") == "user_annotation"
+    ]
+    work = [event for event in complete if event.get("cat") in _ON_DEVICE]
+    if not any(event["cat"] == "kernel" for event in work):
+        return None
+    waits = [
+        event
+        for event in complete
+        if str(event.get("cat")).endswith(_HOST_APIS)
+        and "synchronize" in event["name"].lower()
+        and any(begin <= event["ts"] < end for begin, end in marks)
+    ]
+    sending, computing = [], []
+    for event in work:
+        if event["cat"] == "kernel":
+            (sending if _COMMUNICATION in event["name"].lower() else computing).append(_interval(event))
+    spans = [_interval(event) for event in work]
+    seconds = max(end for _, end in spans) - min(begin for begin, _ in spans)
+    return Activity(
+        len(work) / steps,
+        len(waits) / steps,
+        *(each / steps / 1e6 for each in (seconds, length(sending), exposed(sending, computing))),
+        (seconds - length(spans)) / steps / 1e6,
+    )
+
+
+def traced(step: Callable[[], object], steps: int, device: torch.device) -> Activity | None:
+    """Profile steps. None where the profiler gives no times of kernels on the device."""
+    accelerator.synchronize(device)
+    with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
+        with torch.profiler.record_function(_STEPS):
+            for _ in range(steps):
+                step()
+        accelerator.synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        return activity(json.loads(path.read_text())["traceEvents"], steps)
+
+
+def _interval(event: Mapping[str, Any]) -> Interval:
+    return event["ts"], event["ts"] + event["dur"]

@@ -5,8 +5,7 @@ Peers run on torch's "fake" process group, hpcfsdp on its fake communicator, bot
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from hpcfsdp.api.fully_shard import shard_modules
+from hpcfsdp.bench.harness import Ratio, Table, Times, in_turn, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.step import NAMES, OWN, OWN_ROWS, units, wrap
-from hpcfsdp.bench.tables import Ratio, Table, ratio_cell, time_cells, times_json
-from hpcfsdp.bench.timing import Times, in_turn
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.units.unit_mesh import UnitMesh
 
@@ -43,23 +41,8 @@ class SmallUnit(nn.Module):
         return self.down(torch.relu(self.up(self.norm(x))))
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Steps of several engines.
-
-    Attributes:
-        units: in the model.
-        times: engine -> times of a step of the whole model.
-        skipped: engine -> the reason why it was not measured.
-    """
-
-    units: int
-    times: dict[str, Times]
-    skipped: dict[str, str]
-
-
-def measure(*, units: int, repeats: int) -> Measurement:
-    """Make the default process group of this process, and measure all engines in turn."""
+def measure(*, units: int, repeats: int) -> Table:
+    """Make the default process group of this process, and time all engines on a model of so many units."""
     dist.init_process_group("fake", rank=0, world_size=RANKS)
     try:
         steps: dict[str, Callable[[], None]] = {}
@@ -70,41 +53,45 @@ def measure(*, units: int, repeats: int) -> Measurement:
                 steps[engine] = _step(engine, group, units)
             except NotImplementedError as error:
                 skipped[engine] = str(error)
-        return Measurement(units, in_turn(FakeCommunicator(), steps, repeats=repeats, warmup=8, calls=_CALLS), skipped)
+        return table(units, in_turn(FakeCommunicator(), steps, repeats=repeats, warmup=8, calls=_CALLS), skipped)
     finally:
         dist.destroy_process_group()
 
 
-def table(found: Measurement) -> Table:
-    """A row for each engine, for each unit of the model, and hpcfsdp's overhead as a multiple of its overhead."""
-    per_unit = {engine: Times(tuple(s / found.units for s in times.seconds)) for engine, times in found.times.items()}
+def table(units: int, times: Mapping[str, Times], skipped: Mapping[str, str]) -> Table:
+    """Return a row for each engine, for each unit of the model, and hpcfsdp's overhead as a multiple of its overhead.
+
+    Args:
+        times: of a step of the whole model.
+        skipped: engine -> why it was not measured.
+    """
+    per_unit = {engine: Times(tuple(s / units for s in one.seconds)) for engine, one in times.items()}
     over = {  # the plain modules of the same round
-        engine: Times(tuple(s - plain for s, plain in zip(times.seconds, per_unit[PLAIN].seconds, strict=True)))
-        for engine, times in per_unit.items()
+        engine: Times(tuple(s - plain for s, plain in zip(one.seconds, per_unit[PLAIN].seconds, strict=True)))
+        for engine, one in per_unit.items()
     }
     rows = [
-        (engine, *time_cells(times), *time_cells(over[engine]), ratio_cell(over[OWN], over[engine]))
+        (engine, *time_cells(one), *time_cells(over[engine]), ratio_cell(over[OWN], over[engine]))
         if engine != PLAIN
-        else (engine, *time_cells(times), "", "", "")
-        for engine, times in per_unit.items()
+        else (engine, *time_cells(one), "", "", "")
+        for engine, one in per_unit.items()
     ]
     as_json: dict[str, Any] = {
         engine: {**one, "median_over_plain_s": over[engine].median_s} for engine, one in times_json(per_unit).items()
     }
-    as_json |= {engine: {"skipped": reason} for engine, reason in found.skipped.items()}
-    notes = [f"{engine} was skipped: {reason}" for engine, reason in found.skipped.items()]
+    as_json |= {engine: {"skipped": reason} for engine, reason in skipped.items()}
+    notes = [f"{engine} was skipped: {reason}" for engine, reason in skipped.items()]
     columns = ("engine", "per unit", "min-max", "over plain", "min-max", "hpcfsdp / it, over plain")
     ratios = [
-        Ratio.of_times(f"{NAMES[engine]}: Python time of a unit / {NAMES[peer]}", over[engine], over[peer])
+        Ratio.of_times(f"{NAMES[engine]}: Python time of a unit / {NAMES['fsdp2']}", over[engine], over["fsdp2"])
         for engine in (OWN, OWN_ROWS)
-        for peer in ("fsdp2",)
-        if {engine, peer} <= set(over)
+        if {engine, "fsdp2"} <= set(over)
     ]
     return Table(columns, rows, as_json, notes, ratios=ratios)
 
 
 def shard_rows(model: nn.Module, unit: type[nn.Module], comm: FakeCommunicator) -> None:
-    """``fully_shard`` for each `unit` and the model, over a communicator that imagines the ranks of torch's group."""
+    """Shard each `unit` and the model by ``fully_shard``, over a communicator for the ranks of torch's fake group."""
     device_mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     mesh = UnitMesh(ShardingStrategy.FULL_SHARD, {"shard": comm}, comm, np.arange(comm.size)[None], device_mesh)
     for module in (*units(model, unit), model):

@@ -6,18 +6,13 @@ are given, and only the step is timed. All ways must come to the same parameters
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from hpcfsdp.bench.step import quiet, wrap
-from hpcfsdp.bench.tables import Ratio, Table, ratio_cell, time_cells, times_json
-from hpcfsdp.bench.timing import Times, in_turn
+from hpcfsdp._compat import local_of
+from hpcfsdp.bench.harness import Ratio, Table, in_turn, ratio_cell, time_cells, times_json
+from hpcfsdp.bench.step import wrap
 from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.optim import Muon, WholeTensors
 from hpcfsdp.optim.muon import orthogonalize
@@ -28,18 +23,6 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)
 STEPS, MOMENTUM, LR, DECAY = 5, 0.95, 0.02, 0.1
 _TOLERANCE = 1e-4
 """Of parameters between ways: orders of sums differ."""
-
-
-class Measurement(NamedTuple):
-    """Steps of Muon.
-
-    Attributes:
-        times: way -> times of a step.
-        sums: way -> the sum of absolute values of the parameters afterwards; the floor has a part of them.
-    """
-
-    times: dict[str, Times]
-    sums: dict[str, float]
 
 
 class GatheredMuon(torch.optim.Optimizer):
@@ -62,8 +45,8 @@ class GatheredMuon(torch.optim.Optimizer):
             local.add_(rows, alpha=-LR)
 
 
-def measure(world: World, *, matrices: int, width: int, repeats: int) -> Measurement:
-    """Collective over all ranks. Steps of all ways in turn: stock torch over gloo, hpcfsdp over the world.
+def measure(world: World, *, matrices: int, width: int, repeats: int) -> Table:
+    """Time steps of all ways: stock torch over gloo, hpcfsdp over the world. Collective over all ranks.
 
     Raises:
         HpcfsdpError: the ways come to different parameters.
@@ -73,14 +56,13 @@ def measure(world: World, *, matrices: int, width: int, repeats: int) -> Measure
         raise UsageError("bench: whole-tensors compares sharded matrices: start it with mpirun -n 2, or more")
     if matrices % world.size:
         raise UsageError(f"bench: --matrices {matrices} has to be a multiple of the {world.size} ranks")
-    with quiet():
-        gloo = dist.new_group(backend="gloo")
-        models = {
-            GATHERED: wrap("fsdp2", _model(matrices, width), gloo, unit=nn.Linear),
-            OWN: wrap("hpcfsdp_orig", _model(matrices, width), None, unit=nn.Linear),
-            ROWS: wrap("hpcfsdp_rows", _model(matrices, width), None, unit=nn.Linear),
-            FLOOR: _model(matrices // world.size, width),
-        }
+    gloo = dist.new_group(backend="gloo")
+    models = {
+        GATHERED: wrap("fsdp2", _model(matrices, width), gloo, unit=nn.Linear),
+        OWN: wrap("hpcfsdp_orig", _model(matrices, width), None, unit=nn.Linear),
+        ROWS: wrap("hpcfsdp_rows", _model(matrices, width), None, unit=nn.Linear),
+        FLOOR: _model(matrices // world.size, width),
+    }
     options = {"lr": LR, "weight_decay": DECAY, "momentum": MOMENTUM, "ns_steps": STEPS, "ns_dtype": torch.float32}
     optimizers = {
         GATHERED: GatheredMuon(models[GATHERED].parameters()),
@@ -90,45 +72,31 @@ def measure(world: World, *, matrices: int, width: int, repeats: int) -> Measure
     }
     for param in (param for model in models.values() for param in model.parameters()):
         param.grad = torch.sin(param.detach() * 1e3)  # of the values alone, and so the same however it is sharded
-    ways: dict[str, Callable[[], object]] = {name: optimizer.step for name, optimizer in optimizers.items()}
-    times = in_turn(world.host, ways, repeats=repeats)
+    times = in_turn(world.host, {name: each.step for name, each in optimizers.items()}, repeats=repeats)
     sums = {}
     for name, model in models.items():
-        total = torch.tensor([sum(float(_local(param).abs().sum()) for param in model.parameters())])
+        total = torch.tensor([sum(float(local_of(param.detach()).abs().sum()) for param in model.parameters())])
         world.host.all_reduce(total, "sum")
         sums[name] = float(total)
-    del models, optimizers, ways
-    gc.collect()  # a group of gloo that outlives its destruction aborts the process, and models in circles hold it
     for name in (OWN, ROWS):
         if abs(sums[name] - sums[GATHERED]) > _TOLERANCE * sums[GATHERED]:
             raise HpcfsdpError(
                 f"{name} comes to parameters of a sum of {sums[name]}, {GATHERED} to {sums[GATHERED]}: they did not "
                 "do the same work, and their times are not comparable"
             )
-    return Measurement(times, sums)
-
-
-def table(found: Measurement) -> Table:
-    """A row for each way, as a multiple of the floor, and hpcfsdp's time as a multiple of it."""
-    own, floor = found.times[OWN], found.times[FLOOR]
     rows = [
-        (name, *time_cells(times), f"{times.ratio_to(floor):.2f}x", ratio_cell(own, times))
-        for name, times in found.times.items()
+        (name, *time_cells(one), f"{one.ratio_to(times[FLOOR]):.2f}x", ratio_cell(times[OWN], one))
+        for name, one in times.items()
     ]
     ratios = [
-        Ratio.of_times(f"{name}: step of Muon / {other}", found.times[engine], found.times[peer])
+        Ratio.of_times(f"{name}: step of Muon / {other}", times[engine], times[peer])
         for engine, name in ((OWN, "class"), (ROWS, "fully_shard"))
         for peer, other in ((GATHERED, "FSDP2 with full_tensor"), (FLOOR, "floor"))
     ]
-    as_json = {name: {**one, "sum": found.sums[name]} for name, one in times_json(found.times).items()}
+    as_json = {name: {**one, "sum": sums[name]} for name, one in times_json(times).items()}
     return Table(("way", "step", "min-max", "x floor", "hpcfsdp / it"), rows, as_json, ratios=ratios)
 
 
 def _model(matrices: int, width: int) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(matrices)))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

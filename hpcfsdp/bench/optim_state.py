@@ -23,10 +23,9 @@ from torch.distributed.fsdp import StateDictType
 
 import hpcfsdp.fsdp as ours
 from hpcfsdp._compat import ShardedTensor
+from hpcfsdp.bench.harness import Peak, Ratio, Table, Times, time_cells, timed, times_json
 from hpcfsdp.bench.pss import Sampler, give_back_at_once, sampled
-from hpcfsdp.bench.step import OWN, quiet, wrap
-from hpcfsdp.bench.tables import Ratio, Table, peak_cells, peak_json, time_cells, times_json
-from hpcfsdp.bench.timing import Times, timed
+from hpcfsdp.bench.step import OWN, wrap
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.agree import raise_together
 from hpcfsdp.errors import HpcfsdpError, UsageError
@@ -82,11 +81,11 @@ class Way(NamedTuple):
         return self.call == "optim_state_dict_to_load"
 
     def given(self, trained: Trained) -> dict[str, Any] | None:
-        """Collective over the ranks of the model. The state dict that the call loads."""
+        """Return the state dict that the call loads. Collective over the ranks of the model."""
         return Way("optim_state_dict", self.kind)(trained, None) if self.loads else None
 
     def __call__(self, trained: Trained, given: dict[str, Any] | None) -> dict[str, Any]:
-        """Collective over the ranks of the model."""
+        """Make the call. Collective over the ranks of the model."""
         api, model, optimizer = trained
         with api.state_dict_type(model, *_settings(self.kind, rank0_only=self.rank0_only)):
             if self.call == "state_dict":
@@ -109,44 +108,8 @@ MEMORY_WAYS = tuple(way for way in WAYS if way.loads or (way.rank0_only and way.
 """Calls with an analytic peak of memory."""
 
 
-@dataclass(frozen=True)
-class Peak:
-    """Peak bytes of calls, above the memory before the first of them.
-
-    Attributes:
-        ranks: "rank 0", or "others": the highest of them.
-        calls_bytes: of each call.
-        analytic_bytes: the least peak, see ``analytic_bytes``.
-    """
-
-    way: str
-    engine: str
-    ranks: str
-    calls_bytes: tuple[int, ...]
-    analytic_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(self.calls_bytes)
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """State dicts of several engines.
-
-    Attributes:
-        parameters: elements of the model's parameters.
-        times: way -> engine -> times of a call.
-        peaks: of some of the ways.
-    """
-
-    parameters: int
-    times: dict[str, dict[str, Times]]
-    peaks: list[Peak]
-
-
-def measure(world: World, *, layers: int, width: int, repeats: int) -> Measurement:
-    """Collective over all ranks. Calls of all engines in turn: stock torch over gloo, hpcfsdp over the world.
+def measure(world: World, *, layers: int, width: int, repeats: int) -> Table:
+    """Measure calls of all engines in turn: stock torch over gloo, hpcfsdp over the world. Collective over all ranks.
 
     Memory comes last, because from then on the C library returns freed memory at once, which takes time.
 
@@ -156,52 +119,60 @@ def measure(world: World, *, layers: int, width: int, repeats: int) -> Measureme
     """
     if world.size == 1:
         raise UsageError("bench: optim-state compares sharded state: start it with mpirun -n 2, or more")
-    with quiet():
-        gloo = dist.new_group(backend="gloo")
-        trained = {
-            engine: train(engine, None if engine == OWN else gloo, layers=layers, width=width, rank=world.rank)
-            for engine in ENGINES
-        }
-        gc.freeze()  # so that later collections skip the existing objects
-        times = {str(way): _times(world.host, way, trained, repeats) for way in WAYS}
-        peaks = _peaks(world.host, trained, {"layers": layers, "width": width})
-    del trained
+    gloo = dist.new_group(backend="gloo")
+    trained = {
+        engine: train(engine, None if engine == OWN else gloo, layers=layers, width=width, rank=world.rank)
+        for engine in ENGINES
+    }
+    gc.freeze()  # so that later collections skip the existing objects
+    times = {str(way): _times(world.host, way, trained, repeats) for way in WAYS}
+    peaks = _peaks(world.host, trained, {"layers": layers, "width": width})
     gc.unfreeze()
-    gc.collect()  # a group of gloo that outlives its destruction aborts the process, and models in circles hold it
-    return Measurement(layers * _unit_numel(width), times, peaks)
+    return table(layers * _unit_numel(width), times, peaks)
 
 
-def table(found: Measurement) -> Table:
-    """A row for each call and engine, with FSDP1's time as a multiple of hpcfsdp's; then a table of peaks of memory."""
+def table(
+    parameters: int, times: Mapping[str, Mapping[str, Times]], peaks: Mapping[tuple[str, str, str], Peak]
+) -> Table:
+    """Return a row for each call and engine, and FSDP1's time as a multiple of hpcfsdp's; then a table of peak memory.
+
+    Args:
+        parameters: elements of the model's parameters.
+        times: way -> engine -> times of a call.
+        peaks: (way, engine, "rank 0" or "others", the highest of them) -> peaks of calls.
+    """
     rows = [
-        (way, engine, *time_cells(times), f"{engines[FSDP1].ratio_to(times):.2f}x" if engine == OWN else "")
-        for way, engines in found.times.items()
-        for engine, times in engines.items()
+        (way, engine, *time_cells(one), f"{engines[FSDP1].ratio_to(one):.2f}x" if engine == OWN else "")
+        for way, engines in times.items()
+        for engine, one in engines.items()
     ]
-    times = {
+    times_of = {
         way: {
             engine: {**one, "hpcfsdp_ratio": engines[OWN].ratio_to(engines[engine])}
             for engine, one in times_json(engines).items()
         }
-        for way, engines in found.times.items()
+        for way, engines in times.items()
     }
-    as_json = {"parameters": found.parameters, "times": times, "memory": [peak_json(one) for one in found.peaks]}
-    peaks = [(one.way, one.ranks, one.engine, *peak_cells(one.calls_bytes, one.analytic_bytes)) for one in found.peaks]
+    memory = [
+        {"way": way, "engine": engine, "ranks": ranks, **peak.as_json("calls_bytes")}
+        for (way, engine, ranks), peak in peaks.items()
+    ]
+    as_json = {"parameters": parameters, "times": times_of, "memory": memory}
+    peak_rows = [(way, ranks, engine, *peak.cells()) for (way, engine, ranks), peak in peaks.items()]
     columns = ("call", "ranks", "engine", "peak", "min-max of calls", "analytic", "peak / analytic")
     return Table(
         ("call", "engine", "median", "min-max", "fsdp1 / hpcfsdp"),
         rows,
         as_json,
-        second=Table(columns, peaks, None),
+        second=Table(columns, peak_rows, None),
         ratios=[
-            Ratio.of_speeds(f"{way}: speed / FSDP1", engines[OWN], engines[FSDP1])
-            for way, engines in found.times.items()
+            Ratio.of_speeds(f"{way}: speed / FSDP1", engines[OWN], engines[FSDP1]) for way, engines in times.items()
         ],
     )
 
 
 def train(engine: str, group: Any, *, layers: int, width: int, rank: int) -> Trained:
-    """Collective over `group`. A new model under an engine, after one step of its optimizer.
+    """Return a new model under an engine, after one step of its optimizer. Collective over `group`.
 
     Args:
         group: the engine's process group.
@@ -218,7 +189,7 @@ def train(engine: str, group: Any, *, layers: int, width: int, rank: int) -> Tra
 
 
 def analytic_bytes(way: Way, *, layers: int, width: int, ranks: int, is_first: bool, itemsize: int = 4) -> int:
-    """The least peak of a call of `MEMORY_WAYS`.
+    """Return the least peak of a call of `MEMORY_WAYS`.
 
     Loading: this rank's part of the state, and the two largest parameters. Gathering: the whole state on rank 0, and
     one unit on all ranks.
@@ -235,7 +206,7 @@ def _unit_numel(width: int) -> int:
 
 
 def _settings(kind: StateDictType, *, rank0_only: bool) -> tuple[Any, ...]:
-    """Arguments of ``state_dict_type``. New ones for each call, as torch writes into configurations."""
+    """Return the arguments of ``state_dict_type``. New ones for each call, as torch writes into configurations."""
     if kind is SHARDED:
         return kind, stock.ShardedStateDictConfig(), stock.ShardedOptimStateDictConfig()
     # Everything is in host memory. FSDP1 cannot offload parameters there: it frees the gathered ones.
@@ -244,7 +215,7 @@ def _settings(kind: StateDictType, *, rank0_only: bool) -> tuple[Any, ...]:
 
 
 def _times(comm: Communicator, way: Way, trained: Mapping[str, Trained], repeats: int) -> dict[str, Times]:
-    """Collective over `comm`. Time the calls, and compare the results of the first ones."""
+    """Time the calls, and compare the results of the first ones. Collective over `comm`."""
     given = {engine: way.given(one) for engine, one in trained.items()}
     digests_of: dict[str, dict[str, Any]] = {}
     found: dict[str, list[float]] = {engine: [] for engine in trained}
@@ -268,8 +239,10 @@ def _times(comm: Communicator, way: Way, trained: Mapping[str, Trained], repeats
     return {engine: Times(tuple(seconds)) for engine, seconds in found.items()}
 
 
-def _peaks(comm: Communicator, trained: Mapping[str, Trained], shape: Mapping[str, int]) -> list[Peak]:
-    """Collective over `comm`. Each rank samples its own memory.
+def _peaks(
+    comm: Communicator, trained: Mapping[str, Trained], shape: Mapping[str, int]
+) -> dict[tuple[str, str, str], Peak]:
+    """Sample the memory of each rank, see ``table``. Collective over `comm`.
 
     Args:
         shape: layers and width of the model.
@@ -277,7 +250,7 @@ def _peaks(comm: Communicator, trained: Mapping[str, Trained], shape: Mapping[st
     give_back_at_once()
     with raise_together(comm):
         sampler = Sampler([os.getpid()])
-    found = []
+    found = {}
     for way in MEMORY_WAYS:
         for engine, one in trained.items():
             call = partial(way, one, way.given(one))
@@ -286,7 +259,7 @@ def _peaks(comm: Communicator, trained: Mapping[str, Trained], shape: Mapping[st
             by_ranks = {"rank 0": first, "others": [max(calls) for calls in zip(*others, strict=True)]}
             for ranks, calls in by_ranks.items():
                 analytic = analytic_bytes(way, **shape, ranks=comm.size, is_first=ranks == "rank 0")
-                found.append(Peak(str(way), engine, ranks, tuple(calls), analytic))
+                found[str(way), engine, ranks] = Peak(tuple(calls), analytic)
     sampler.close()
     return found
 
@@ -320,7 +293,7 @@ class Digest:
         return cls(shape, dtype, tuple(box for box, _ in blocks), size, total)
 
     def agrees_with(self, other: object) -> bool:
-        """Whether they are the same, but for rounding."""
+        """Return whether they are the same, but for rounding."""
         if not isinstance(other, Digest):
             return False
         if (self.shape, self.dtype, self.boxes) != (other.shape, other.dtype, other.boxes):
@@ -330,7 +303,7 @@ class Digest:
 
 
 def digests(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a state dict by their paths, tensors as their digests, in any order."""
+    """Yield the values of a state dict by their paths, tensors as their digests, in any order."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from digests(inner, f"{path}/{key}")

@@ -41,12 +41,12 @@ class Sampler:
     """Watches processes of this node from another process."""
 
     def __init__(self, pids: Sequence[int]) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
             LaunchError: this system does not show the memory of processes.
         """
-        Watch(pids).close()  # raises the error of the sampler here
+        PssReader(pids).close()  # raises the error of the sampler here
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, *map(str, pids)],
             stdin=subprocess.PIPE,
@@ -55,11 +55,11 @@ class Sampler:
         )
 
     def start(self) -> int:
-        """Begin to sample; the bytes that all processes hold at this moment."""
+        """Begin to sample; return the bytes that all processes hold at this moment."""
         return self._ask("start")
 
     def stop(self) -> int:
-        """The peak of each process since ``start``, added up.
+        """Return the peak of each process since ``start``, added up.
 
         Not the peak of their sum, which depends on how their peaks happen to coincide.
         """
@@ -79,7 +79,7 @@ class Sampler:
 
 
 def sampled(comm: Communicator, sampler: Sampler | None, action: Callable[[], object]) -> tuple[int, int]:
-    """Collective over `comm`. Bytes before `action`, and at its peak, with its result; 0 without a sampler."""
+    """Return bytes before `action`, and at its peak, with its result; 0 without a sampler. Collective over `comm`."""
     trim()
     comm.barrier()
     before = sampler.start() if sampler is not None else 0
@@ -107,7 +107,7 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class Watch:
+class PssReader:
     """The bytes that each of some processes holds: its own memory, and an equal part of their shared memory."""
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -126,7 +126,7 @@ class Watch:
             ) from None
 
     def begin(self) -> list[int]:
-        """What they hold now, exactly. ``now`` adds later changes to it."""
+        """Return what they hold now, exactly. ``now`` adds later changes to it."""
         exact = [_read(fd) for fd in self._rollup]
         rough = [_read(fd) for fd in self._status]
         self._ahead = [_kib(_OWN_PART, one) - _kib(_OWN, other) for one, other in zip(exact, rough, strict=True)]
@@ -135,7 +135,7 @@ class Watch:
         return self.now()
 
     def now(self) -> list[int]:
-        """What they hold now, quickly."""
+        """Return what they hold now, quickly."""
         rough = [_read(fd) for fd in self._status]
         sharers = [_kib(_SHARED, text) for text in rough]
         if sharers != self._sharers:
@@ -162,14 +162,14 @@ def _kib(pattern: re.Pattern[bytes], text: bytes) -> int:
 
 def main(pids: Sequence[int]) -> None:
     """Answer standard input until it ends."""
-    watch = Watch(pids)
+    reader = PssReader(pids)
     while sys.stdin.readline():
-        peaks = watch.begin()
+        peaks = reader.begin()
         print(sum(peaks), flush=True)
         asked = False
         while not asked:
             asked = bool(select.select([sys.stdin], [], [], INTERVAL_S)[0])
-            peaks = list(map(max, peaks, watch.now()))
+            peaks = list(map(max, peaks, reader.now()))
         sys.stdin.readline()
         print(sum(peaks), flush=True)
 

@@ -17,10 +17,10 @@ import tempfile
 import time
 import tracemalloc
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,10 +35,9 @@ from torch.distributed.fsdp import (
 )
 
 from hpcfsdp import checkpoint, fsdp
+from hpcfsdp.bench.harness import MIB, Table, measured_in_new_process, mib, readable
 from hpcfsdp.bench.host import shard_rows
-from hpcfsdp.bench.new_process import measured_in_new_process
 from hpcfsdp.bench.step import OWN, loss_of, make_batch, make_model, wrap
-from hpcfsdp.bench.tables import Table, mib, readable
 from hpcfsdp.checkpoint.saving import rng
 from hpcfsdp.checkpoint.saving.content import Content, SaveArguments, bytes_in_memory, collect_content
 from hpcfsdp.checkpoint.saving.temporary import BlockWriter, TemporaryFile, extent_rows
@@ -48,18 +47,19 @@ from hpcfsdp.comm.reduce import OptionalTensors
 from hpcfsdp.errors import UsageError
 from hpcfsdp.examples.gpt.transformer import Block
 from hpcfsdp.launch.topology import Topology
+from hpcfsdp.output.figure_file import new_figure, write_figure
 from hpcfsdp.state.tensors import StateTensor
 from hpcfsdp.units.group_cache import GroupCache
 
 RANKS_PER_NODE = 8
+_MARKERS = "osD^vx+*"
 _SLOW_S = 2.0
 """What takes longer is measured once."""
 _WARMUP = 2
 """Steps before the one that counts."""
 
 
-@dataclass(frozen=True)
-class Cost:
+class PhaseCost(NamedTuple):
     """What one rank pays for one phase.
 
     Attributes:
@@ -75,26 +75,12 @@ class Cost:
     gathered_bytes: int
 
 
-@dataclass(frozen=True)
-class Rank:
+class RankCosts(NamedTuple):
     """The costs of one rank at one world size, by phase."""
 
     ranks: int
     rank: int
-    costs: dict[str, Cost]
-
-
-@dataclass(frozen=True)
-class _Order:
-    """The arguments of one process."""
-
-    ranks: int
-    rank: int
-    layers: int
-    width: int
-    folder: str
-    repeats: int
-    traced: bool
+    costs: dict[str, PhaseCost]
 
 
 class ImaginedCommunicator(FakeCommunicator):
@@ -136,8 +122,8 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, tuple) and value[0] is None)
 
 
-def measure(*, world_sizes: Sequence[int], layers: int, width: int, repeats: int) -> list[Rank]:
-    """Not collective, in one process. The first, the middle and the last rank at each world size.
+def measure(*, world_sizes: Sequence[int], layers: int, width: int, repeats: int) -> Table:
+    """Measure the first, the middle and the last rank at each world size. Not collective, in one process.
 
     Raises:
         UsageError: a world size that is less than the ranks of a node, or no multiple of them.
@@ -149,17 +135,17 @@ def measure(*, world_sizes: Sequence[int], layers: int, width: int, repeats: int
     for ranks in world_sizes:
         with tempfile.TemporaryDirectory() as folder:
             for rank in (0, ranks // 2, ranks - 1):  # the first one writes the file that all of them load
-                order = _Order(ranks, rank, layers, width, folder, repeats, traced=False)
-                timed, traced = _in_process(order), _in_process(replace(order, traced=True))
+                options = {"layers": layers, "width": width, "folder": folder, "repeats": repeats}
+                timed, traced = (costs_of(rank, ranks, traced=flag, **options) for flag in (False, True))
                 costs = {
-                    name: replace(cost, seconds=timed[name].seconds) for name, cost in traced.items() if name in timed
+                    name: cost._replace(seconds=timed[name].seconds) for name, cost in traced.items() if name in timed
                 }
-                found.append(Rank(ranks, rank, costs))
-    return found
+                found.append(RankCosts(ranks, rank, costs))
+    return table(found)
 
 
-def table(found: Sequence[Rank]) -> Table:
-    """For each phase a row for each world size: of the three ranks the one that pays the most."""
+def table(found: Sequence[RankCosts]) -> Table:
+    """Return for each phase a row for each world size: of the three ranks the one that pays the most."""
     names = dict.fromkeys(phase for one in found for phase in one.costs)
     sizes = dict.fromkeys(one.ranks for one in found)
     by_phase = {
@@ -179,74 +165,80 @@ def table(found: Sequence[Rank]) -> Table:
         )
         for (phase, ranks), costs in by_phase.items()
     ]
-    as_json = [asdict(one) for one in found]
+    as_json = [{**one._asdict(), "costs": {name: cost._asdict() for name, cost in one.costs.items()}} for one in found]
     return Table(("phase", "ranks", "time", "peak of metadata", "kept", "objects received"), rows, as_json)
 
 
-def _in_process(order: _Order) -> dict[str, Cost]:
-    costs = measured_in_new_process(__name__, asdict(order), f"rank {order.rank} of {order.ranks}")
-    return {name: Cost(**cost) for name, cost in costs.items()}
+def costs_of(rank: int, ranks: int, **options: Any) -> dict[str, PhaseCost]:
+    """Return the costs of one rank by phase, measured in a new process. `options`: those of ``main``."""
+    given = {"rank": rank, "ranks": ranks, **options}
+    costs = measured_in_new_process(__name__, given, f"rank {rank} of {ranks}")
+    return {name: PhaseCost(*cost) for name, cost in costs.items()}
 
 
-class _Meter:
+class _Phases:
     """Measures phases, by name."""
 
-    def __init__(self, comm: ImaginedCommunicator, order: _Order) -> None:
-        self._comm, self._order = comm, order
-        self.costs: dict[str, Cost] = {}
+    def __init__(self, comm: ImaginedCommunicator, repeats: int, traced: bool) -> None:
+        self._comm, self._repeats, self._traced = comm, repeats, traced
+        self.costs: dict[str, PhaseCost] = {}
 
     def __call__(self, name: str, phase: Callable[[], Any], *, once: bool = False) -> Any:
         """Run a phase, several times for its time unless it works only `once`. Returns its result."""
         before = self._comm.gathered_bytes
-        if self._order.traced:
+        if self._traced:
             tracemalloc.start()
             began, _ = tracemalloc.get_traced_memory()
             result = phase()
             kept, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
-            self.costs[name] = Cost(0.0, peak - began, kept - began, self._comm.gathered_bytes - before)
+            self.costs[name] = PhaseCost(0.0, peak - began, kept - began, self._comm.gathered_bytes - before)
             return result
         times: list[float] = []
-        while not times or (len(times) < self._order.repeats and not once and times[0] < _SLOW_S):
+        while not times or (len(times) < self._repeats and not once and times[0] < _SLOW_S):
             result = None  # freed before it is made again
             began_s = time.perf_counter()
             result = phase()
             times.append(time.perf_counter() - began_s)
-        self.costs[name] = Cost(sorted(times)[len(times) // 2], 0, 0, 0)
+        self.costs[name] = PhaseCost(sorted(times)[len(times) // 2], 0, 0, 0)
         return result
 
 
-def main(order: _Order) -> None:
-    """Be one rank, and write its costs to standard output as JSON."""
+def main(*, ranks: int, rank: int, layers: int, width: int, folder: str, repeats: int, traced: bool) -> None:
+    """Be one rank, and print its costs as JSON.
+
+    Args:
+        folder: for the checkpoint, which the first rank writes and all load.
+        repeats: of each phase, unless it is `traced`: then its memory is measured, and not its time.
+    """
     torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=order.rank, world_size=order.ranks)
-    topology = Topology.regular(order.ranks // RANKS_PER_NODE, RANKS_PER_NODE)
-    comm = ImaginedCommunicator(order.rank, order.ranks, topology=topology)
-    meter = _Meter(comm, order)
+    dist.init_process_group("fake", rank=rank, world_size=ranks)
+    comm = ImaginedCommunicator(rank, ranks, topology=Topology.regular(ranks // RANKS_PER_NODE, RANKS_PER_NODE))
+    phases = _Phases(comm, repeats, traced)
     torch.manual_seed(0)
-    module = make_model(order.layers, order.width)
+    module = make_model(layers, width)
 
     def shard() -> nn.Module:
-        GroupCache.current().remember_ranks(comm, tuple(range(order.ranks)))
+        GroupCache.current().remember_ranks(comm, tuple(range(ranks)))
         GroupCache.current().remember(comm, dist.group.WORLD)
         return wrap(OWN, module, comm, unit=Block)
 
-    model = meter("wrap the model", shard, once=True)
+    model = phases("wrap the model", shard, once=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    ids = make_batch(order.rank)
+    ids = make_batch(rank)
     step = _step_of(model, optimizer, ids)
     for _ in range(_WARMUP):
         step()
-    meter("step", step)
+    phases("step", step)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # types of state dicts are deprecated
-        _state_dicts(meter, model, optimizer)
-    _checkpoints(meter, comm, model, optimizer, Path(order.folder, "step.h5"))
-    _rows(meter, comm, make_model(order.layers, order.width), ids)
-    print(json.dumps({name: asdict(cost) for name, cost in meter.costs.items()}), flush=True)
+        _state_dicts(phases, model, optimizer)
+    _checkpoints(phases, comm, model, optimizer, Path(folder, "step.h5"))
+    _rows(phases, comm, make_model(layers, width), ids)
+    print(json.dumps(phases.costs), flush=True)
 
 
-def _state_dicts(meter: _Meter, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _state_dicts(phases: _Phases, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     whole = StateDictType.FULL_STATE_DICT, FullStateDictConfig, FullOptimStateDictConfig
     sharded = StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig, ShardedOptimStateDictConfig
     for name, (kind, *configs), options in (
@@ -255,24 +247,24 @@ def _state_dicts(meter: _Meter, model: nn.Module, optimizer: torch.optim.Optimiz
         ("ShardedTensor", sharded, {}),
     ):
         with fsdp.FullyShardedDataParallel.state_dict_type(model, kind, *(config(**options) for config in configs)):
-            meter(f"{name} state dict", model.state_dict)
-            meter(
+            phases(f"{name} state dict", model.state_dict)
+            phases(
                 f"{name} optimizer state dict",
                 lambda: fsdp.FullyShardedDataParallel.optim_state_dict(model, optimizer),
             )
 
 
 def _checkpoints(
-    meter: _Meter, comm: ImaginedCommunicator, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path
+    phases: _Phases, comm: ImaginedCommunicator, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path
 ) -> None:
     given = SaveArguments(model, optimizer)
-    collected = meter("plan of a save", lambda: collect_content(comm, given))
+    collected = phases("plan of a save", lambda: collect_content(comm, given))
     content, tensors = collected.content, collected.tensors
     if comm.rank == 0:
-        metadata_image = meter("layout of the file, rank 0", content.metadata_image)
+        metadata_image = phases("layout of the file, rank 0", content.metadata_image)
         sums = np.zeros(len(content.plan.blocks), np.uint64)
 
-        meter(
+        phases(
             "table of the file, rank 0",
             lambda plan=content.plan: metadata_image.sealed(
                 extent_rows(plan, metadata_image.offsets, [sums.tobytes()]), None
@@ -285,18 +277,18 @@ def _checkpoints(
     lean = replace(index, rng={kind: value[:0] for kind, value in index.rng.items()})
     comm.of_rank_0 = pickle.dumps((lean, 0))
     comm.row = torch.from_numpy(rng.packed(rng.capture(comm.device)))
-    meter("load", lambda: checkpoint.load(path, model=model, optimizer=optimizer))
+    phases("load", lambda: checkpoint.load(path, model=model, optimizer=optimizer))
 
 
-def _rows(meter: _Meter, comm: ImaginedCommunicator, model: nn.Module, ids: torch.Tensor) -> None:
+def _rows(phases: _Phases, comm: ImaginedCommunicator, model: nn.Module, ids: torch.Tensor) -> None:
     """The same with ``fully_shard``, where it differs."""
-    meter("fully_shard the model", lambda: shard_rows(model, Block, comm), once=True)
+    phases("fully_shard the model", lambda: shard_rows(model, Block, comm), once=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     step = _step_of(model, optimizer, ids)
     for _ in range(_WARMUP):
         step()
-    meter("step, fully_shard", step)
-    meter("plan of a save, fully_shard", lambda: collect_content(comm, SaveArguments(model, optimizer)))
+    phases("step, fully_shard", step)
+    phases("plan of a save, fully_shard", lambda: collect_content(comm, SaveArguments(model, optimizer)))
 
 
 def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> Callable[[], None]:
@@ -328,5 +320,41 @@ def _write(path: Path, content: Content, tensors: Sequence[StateTensor]) -> None
     temporary.commit(metadata_image, extent_rows(plan, metadata_image.offsets, [sums[order].tobytes()]))
 
 
+def draw_scale(found: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Draw time, memory and received objects of each phase over world sizes, on logarithmic axes.
+
+    Args:
+        found: the JSON of ``table``.
+
+    Raises:
+        HpcfsdpError: matplotlib is not installed, or the file cannot be written.
+    """
+    kinds = (
+        ("seconds", 1.0, "time (s)"),
+        ("peak_bytes", MIB, "peak of metadata (MiB)"),
+        ("gathered_bytes", MIB, "objects received (MiB)"),
+    )
+    figure = new_figure(11.0, 4.2)
+    sizes = list(dict.fromkeys(one["ranks"] for one in found))
+    phases = list(dict.fromkeys(phase for one in found for phase in one["costs"]))
+    panels = figure.subplots(1, len(kinds))
+    for axes, (kind, unit, label) in zip(panels, kinds, strict=True):
+        for place, phase in enumerate(phases):
+            costs = [(one["ranks"], one["costs"][phase][kind]) for one in found if phase in one["costs"]]
+            most = [max(cost for ranks, cost in costs if ranks == size) / unit for size in sizes]
+            style = {"marker": _MARKERS[place % len(_MARKERS)], "color": f"C{place % 10}"}
+            axes.plot(sizes, most, label=phase, linewidth=1, markersize=4, **style)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(sizes, [f"{ranks:,}" for ranks in sizes], fontsize=7, rotation=45)
+        axes.set_xlabel("ranks")
+        axes.set_title(label, fontsize=9)
+        axes.grid(linewidth=0.3)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7)
+    figure.suptitle(title, fontsize=8)
+    write_figure(figure, path)
+
+
 if __name__ == "__main__":
-    main(_Order(**json.loads(sys.argv[1])))
+    main(**json.loads(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""A training step of the engine, of stock torch, and of no communication at all, in one run.
+"""A training step of the engine, of stock torch on two backends, and of no communication at all, in one run.
 
 docs/explanation/benchmarks.md shows its results. A step of a GPT is forward, backward, AdamW, and ``zero_grad``.
 """
@@ -6,10 +6,8 @@ docs/explanation/benchmarks.md shows its results. A step of a GPT is forward, ba
 from __future__ import annotations
 
 import contextlib
-import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpcfsdp.fsdp as ours
 from hpcfsdp import fsdp2
-from hpcfsdp.bench.tables import Ratio, Table, ratio_cell, time_cells, times_json
-from hpcfsdp.bench.timing import Times, in_turn
+from hpcfsdp.bench.harness import Ratio, Table, Times, faster_cell, in_turn, ratio_cell, time_cells, times_json
 from hpcfsdp.errors import UsageError
 from hpcfsdp.examples.gpt.parallel import parallelize
 from hpcfsdp.examples.gpt.run_config import ModelConfig
@@ -52,27 +49,12 @@ CPU = torch.device("cpu")
 _WIDEST_HEAD = 128
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Steps of several engines.
-
-    Attributes:
-        times: engine -> times of a step.
-        losses: engine -> this rank's loss in the last step. Equal but for rounding; the floor learns nothing.
-    """
-
-    times: dict[str, Times]
-    losses: dict[str, float]
-
-
-def measure(
-    world: World, *, layers: int, width: int, repeats: int, tensor: int = 1, fused: bool = False
-) -> Measurement:
-    """Collective over all ranks. Steps of all engines in turn: stock torch over gloo, hpcfsdp over the world.
+def measure(world: World, *, layers: int, width: int, repeats: int, tensor: int = 1, fused: bool = False) -> Table:
+    """Time steps of all engines: stock torch over gloo, hpcfsdp over the world. Collective over all ranks.
 
     Args:
-        fused: see ``training_step``.
         tensor: tensor-parallel ranks, which compute with the same sequences.
+        fused: see ``training_step``.
     """
     if world.size % tensor or HEADS % tensor:
         raise UsageError(
@@ -94,28 +76,57 @@ def measure(
 
     engines = ENGINES if tensor == 1 else IN_TWO_DIMENSIONS
     times = in_turn(world.host, {engine: noting_loss(engine) for engine in engines}, repeats=repeats, warmup=3)
-    gc.collect()  # a group of gloo that outlives its destruction aborts the process, and models in circles hold it
-    return Measurement(times, losses)
+    return table(times, losses)
 
 
-def table(found: Measurement) -> Table:
-    """A row for each engine, as a multiple of the floor, and hpcfsdp's time as a multiple of it."""
-    own, floor = found.times[OWN], found.times[FLOOR]
+def table(times: Mapping[str, Times], losses: Mapping[str, float]) -> Table:
+    """Return a row for each engine, as a multiple of the floor, and hpcfsdp's time as a multiple of it.
+
+    Args:
+        losses: of this rank in the last step. Equal but for rounding; the floor learns nothing.
+    """
+    own, floor = times[OWN], times[FLOOR]
     rows = [
-        (engine, *time_cells(times), f"{times.ratio_to(floor):.2f}x", ratio_cell(own, times))
-        for engine, times in found.times.items()
+        (engine, *time_cells(one), f"{one.ratio_to(floor):.2f}x", ratio_cell(own, one)) for engine, one in times.items()
     ]
     as_json = {
-        engine: {**one, "loss": found.losses[engine], "hpcfsdp_ratio": own.ratio_to(found.times[engine])}
-        for engine, one in times_json(found.times).items()
+        engine: {**one, "loss": losses[engine], "hpcfsdp_ratio": own.ratio_to(times[engine])}
+        for engine, one in times_json(times).items()
     }
     ratios = [
-        Ratio.of_times(f"{NAMES[engine]}: step time / {NAMES[other]}", found.times[engine], found.times[other])
+        Ratio.of_times(f"{NAMES[engine]}: step time / {NAMES[other]}", times[engine], times[other])
         for engine in (OWN, OWN_ROWS)
         for other in (FLOOR, "fsdp2", "ddp")
-        if {engine, other} <= set(found.times)
+        if {engine, other} <= set(times)
     ]
     return Table(("engine", "step", "min-max", "x floor", "hpcfsdp / it"), rows, as_json, ratios=ratios)
+
+
+def measure_backends(world: World, *, layers: int, width: int, repeats: int) -> Table:
+    """Time steps of stock torch on gloo and on this project's backend. Collective over all ranks."""
+    shape = {"layers": layers, "width": width, "rank": world.rank, "ranks": world.size}
+    groups = {name: dist.new_group(list(range(world.size)), backend=name) for name in ("gloo", "hpcmpi")}
+    found = {}
+    for engine in STOCK:
+        steps = {name: training_step(engine, group, **shape) for name, group in groups.items()}
+        found[engine] = in_turn(world.host, steps, repeats=repeats, warmup=3)
+    return backends_table(found)
+
+
+def backends_table(found: Mapping[str, Mapping[str, Times]]) -> Table:
+    """Return a row for each engine and backend, with its speed as a multiple of that on gloo."""
+    rows = [
+        (engine, name, *time_cells(times), faster_cell(times, ways["gloo"]))
+        for engine, ways in found.items()
+        for name, times in ways.items()
+    ]
+    ratios = [
+        Ratio.of_speeds(f"{NAMES[engine]} on hpcmpi: speed of a step / on gloo", ways["hpcmpi"], ways["gloo"])
+        for engine, ways in found.items()
+        if "hpcmpi" in ways
+    ]
+    as_json = {engine: times_json(ways) for engine, ways in found.items()}
+    return Table(("engine", "backend", "step", "min-max", "against gloo"), rows, as_json, ratios=ratios)
 
 
 def training_step(
@@ -133,7 +144,7 @@ def training_step(
     device: torch.device = CPU,
     fused: bool = False,
 ) -> Callable[[], torch.Tensor]:
-    """Collective over `group`. Make a model under an engine; the function takes one step and returns the loss.
+    """Return a function that takes one step of a new model and returns the loss. Collective over `group`.
 
     Args:
         engine: see ``wrap``, or "floor": the bare module, with an optimizer for a rank's share of the parameters.
@@ -174,7 +185,7 @@ def training_step(
 
 
 def make_model(layers: int, width: int, context: int = CONTEXT) -> GPT:
-    """The GPT of ``hpcfsdp train``, with an untied output embedding."""
+    """Return the GPT of ``hpcfsdp train``, with an untied output embedding."""
     heads = max(HEADS, width // _WIDEST_HEAD)
     model = GPT(ModelConfig(layers=layers, width=width, heads=heads, context=context, dropout=0.0))
     model.head = nn.Linear(width, VOCABULARY, bias=False)
@@ -182,18 +193,18 @@ def make_model(layers: int, width: int, context: int = CONTEXT) -> GPT:
 
 
 def make_batch(rank: int, context: int = CONTEXT, batch: int = BATCH) -> torch.Tensor:
-    """A rank's training bytes, (batch, context + 1)."""
+    """Return a rank's training bytes, int64 (batch, context + 1)."""
     return torch.randint(0, VOCABULARY, (batch, context + 1), generator=torch.Generator().manual_seed(rank))
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """The loss of predicting each byte of a batch from the bytes before it."""
+    """Return the loss of predicting each byte of a batch from the bytes before it."""
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """A context without torch's warnings: FSDP1 and types of state dicts are deprecated, and warn of the CPU."""
+    """Silence torch's warnings: FSDP1 and types of state dicts are deprecated, and warn of the CPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", UserWarning)
@@ -209,7 +220,7 @@ def wrap(
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
 ) -> nn.Module:
-    """Collective over `group`. The model under an engine.
+    """Return the model under an engine. Collective over `group`.
 
     Args:
         engine: "plain" (the bare model), "ddp", "fsdp1", "fsdp2" or "hpcfsdp"; "fsdp1_orig" and "hpcfsdp_orig" set
@@ -238,8 +249,8 @@ def wrap(
     return model
 
 
-def units(model: nn.Module, unit: type[nn.Module]) -> Iterable[nn.Module]:
-    """The modules that become units, without the model itself."""
+def units(model: nn.Module, unit: type[nn.Module]) -> list[nn.Module]:
+    """Return the modules that become units, without the model itself."""
     return [module for module in model.modules() if isinstance(module, unit)]
 
 
@@ -254,7 +265,7 @@ def _fully_shard(
 
 
 def _meshes(world: World, tensor: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """Collective over all ranks. A mesh ("shard", "tensor") over the world, and the same one over gloo."""
+    """Return a mesh ("shard", "tensor") over the world, and the same one over gloo. Collective over all ranks."""
     mesh = world.mesh(shard=None, tensor=tensor)
     groups = []
     for dimension, size in enumerate(mesh.shape):
@@ -276,7 +287,7 @@ def _keep_first_block(model: GPT, tensor: int) -> None:
 
 
 def _share(model: nn.Module, ranks: int) -> nn.Parameter:
-    """A parameter with as many elements as a rank's shards."""
+    """Return a parameter with as many elements as a rank's shards."""
     params = list(model.parameters())
     share = nn.Parameter(torch.zeros(sum(param.numel() for param in params) // ranks, device=params[0].device))
     share.grad = torch.randn_like(share)

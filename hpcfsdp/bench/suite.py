@@ -18,14 +18,17 @@ from typing import Any, NamedTuple
 import psutil
 
 from hpcfsdp import accelerator, env
-from hpcfsdp.bench.tables import Ratio
+from hpcfsdp.bench.harness import Ratio
 from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.launch.together import versions
+from hpcfsdp.output.figure_file import new_figure, write_figure
 
 FORMAT = "hpcfsdp benchmarks 1"
+_ROW_INCHES = 0.22
+_BETTER, _WORSE = "#0072b2", "#d55e00"
 
 
-class Part(NamedTuple):
+class Benchmark(NamedTuple):
     """One benchmark of the suite.
 
     Attributes:
@@ -41,26 +44,26 @@ class Part(NamedTuple):
 
 STEP = ("step", "--layers", "8", "--width", "384")
 PARTS = (
-    Part("step", STEP),
-    Part("step, fused AdamW", (*STEP, "--fused")),
-    Part("step, large layers", ("step", "--layers", "3", "--width", "768")),
-    Part("step, two imagined nodes", (*STEP, "--split-nodes", "2")),
-    Part("step, tensor-parallel", (*STEP, "--tensor", "2"), 2),
-    Part("torch on hpcmpi", ("backends", "--layers", "8", "--width", "384")),
-    Part("collectives", ("collectives", "--sizes", "1", "16")),
-    Part("collectives, two imagined nodes", ("collectives", "--sizes", "1", "16", "--split-nodes", "2")),
-    Part("memory", ("memory",)),
-    Part("state dicts", ("optim-state",)),
-    Part("Muon", ("whole-tensors",)),
-    Part("checkpoint, 300 tensors", ("checkpoint", "--bytes", "1GiB", "--tensors", "300")),
-    Part("checkpoint, 4,000 tensors", ("checkpoint", "--bytes", "1GiB", "--tensors", "4000")),
-    Part("host", ("host",), 0),
+    Benchmark("step", STEP),
+    Benchmark("step, fused AdamW", (*STEP, "--fused")),
+    Benchmark("step, large layers", ("step", "--layers", "3", "--width", "768")),
+    Benchmark("step, two imagined nodes", (*STEP, "--split-nodes", "2")),
+    Benchmark("step, tensor-parallel", (*STEP, "--tensor", "2"), 2),
+    Benchmark("torch on hpcmpi", ("backends", "--layers", "8", "--width", "384")),
+    Benchmark("collectives", ("collectives", "--sizes", "1", "16")),
+    Benchmark("collectives, two imagined nodes", ("collectives", "--sizes", "1", "16", "--split-nodes", "2")),
+    Benchmark("memory", ("memory",)),
+    Benchmark("state dicts", ("optim-state",)),
+    Benchmark("Muon", ("whole-tensors",)),
+    Benchmark("checkpoint, 300 tensors", ("checkpoint", "--bytes", "1GiB", "--tensors", "300")),
+    Benchmark("checkpoint, 4,000 tensors", ("checkpoint", "--bytes", "1GiB", "--tensors", "4000")),
+    Benchmark("host", ("host",), 0),
 )
-ON_DEVICES = (Part("device", ("gpu",), 0),)
+ON_DEVICES = (Benchmark("device", ("gpu",), 0),)
 """Further parts where there is an accelerator."""
 SMALL = (
-    Part("step", ("step", "--layers", "1", "--width", "16", "--repeats", "2")),
-    Part("host", ("host", "--units", "2", "--repeats", "2"), 0),
+    Benchmark("step", ("step", "--layers", "1", "--width", "16", "--repeats", "2")),
+    Benchmark("host", ("host", "--units", "2", "--repeats", "2"), 0),
 )
 """Instead of all parts, to try the suite: their figures have no meaning."""
 
@@ -90,7 +93,7 @@ class Change:
 
 
 def run(
-    parts: Sequence[Part], mpirun: str, ranks: int, announce: Callable[[str], None], extra: Sequence[str] = ()
+    parts: Sequence[Benchmark], mpirun: str, ranks: int, announce: Callable[[str], None], extra: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Run all parts, one after the other, with all of their output as JSON.
 
@@ -231,3 +234,37 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     old = {(title, ratio.name): ratio for title, ratio in ratios(before)}
     new = {(title, ratio.name): ratio for title, ratio in ratios(now)}
     return [Change(*key, old.get(key), new.get(key)) for key in dict.fromkeys([*new, *old])]
+
+
+def draw_ratios(found: Sequence[tuple[str, Ratio]], path: Path, title: str) -> None:
+    """Draw (part, ratio) pairs into `path`, in the format of its name. Where higher is better, the ratio is inverted.
+
+    Raises:
+        HpcfsdpError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure = new_figure(9.0, 1.2 + _ROW_INCHES * len(found))
+    axes = figure.add_subplot()
+    for row, (_, ratio) in enumerate(found):
+        value, low, high = _as_cost(ratio)
+        colour = _BETTER if value <= 1 else _WORSE
+        axes.plot([low, high], [row, row], color=colour, linewidth=1.2, alpha=0.6)
+        axes.plot([value], [row], marker="o" if value <= 1 else "D", color=colour, markersize=5)
+        axes.annotate(f"{value:.2f}", (high, row), (6, 0), textcoords="offset points", va="center", fontsize=7)
+    axes.set_yticks(range(len(found)), [f"{part} | {ratio.name}" for part, ratio in found], fontsize=7)
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _place: f"{value:g}")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.grid(axis="x", linewidth=0.3)
+    figure.supxlabel(
+        "cost of hpcfsdp / that of its peer: left of 1 hpcfsdp is better. Mark: median, line: all rounds", fontsize=8
+    )
+    axes.set_title(title, fontsize=8, loc="left", wrap=True)
+    write_figure(figure, path)
+
+
+def _as_cost(ratio: Ratio) -> tuple[float, float, float]:
+    """Median, lowest and highest, where lower is better."""
+    if ratio.better == "lower":
+        return ratio.value, ratio.low, ratio.high
+    return 1 / ratio.value, 1 / ratio.high, 1 / ratio.low

@@ -22,7 +22,7 @@ from hpcfsdp.hang.departure import OUTPUT_GRACE_S
 from hpcfsdp.launch.job import load_mpi
 
 if TYPE_CHECKING:
-    from hpcfsdp.bench.tables import Table
+    from hpcfsdp.bench.harness import Table
 
 _HELP = """collectives: next to gloo, plain MPI calls and the speed of memory; backends: steps of stock DDP, FSDP1 and
 FSDP2 on hpcmpi and on gloo; step: steps of hpcfsdp, of these over gloo, and without communication; memory: the peak of
@@ -155,7 +155,7 @@ def _main(arguments: Sequence[str]) -> int:
     if found is not None:
         _print(found, options, facts)
         if options.what == "scale" and options.figure is not None:
-            from hpcfsdp.bench.figure import draw_scale  # as above
+            from hpcfsdp.bench.scale import draw_scale  # as above
 
             draw_scale(found.as_json, options.figure, found.heading)
     return 0

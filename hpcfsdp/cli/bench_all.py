@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp import accelerator
-from hpcfsdp.bench import figure, suite
-from hpcfsdp.bench.tables import Ratio, markdown
+from hpcfsdp.bench import suite
+from hpcfsdp.bench.harness import Ratio, markdown
 from hpcfsdp.cli.reporting import print_json, print_note
 from hpcfsdp.errors import UsageError
 
@@ -38,7 +38,7 @@ def run_all(options: argparse.Namespace) -> int:
             print(line)
     ratios = list(suite.ratios(found))
     if options.figure is not None and ratios:
-        figure.draw_ratios(ratios, Path(options.figure), suite.about(found))
+        suite.draw_ratios(ratios, Path(options.figure), suite.about(found))
     for title, message in failed.items():
         print_note(f"bench: {title} has failed: {message.splitlines()[-1] if message else 'without a message'}")
     return 1 if failed else 0

@@ -11,7 +11,7 @@ from hpcfsdp.cli.printing import console
 from hpcfsdp.cli.readable import plain_value
 from hpcfsdp.cli.reporting import Parser, print_json, print_line
 from hpcfsdp.doctor.examine import Diagnosis, examine
-from hpcfsdp.doctor.finding import Finding, summary
+from hpcfsdp.doctor.findings import Finding, summary
 from hpcfsdp.errors import UsageError
 from hpcfsdp.text.terminal import shown_lines
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from hpcfsdp import accelerator, env, world as worlds
-from hpcfsdp.doctor import bandwidth, installed, link_speed
-from hpcfsdp.doctor.mounts import file_system_of
+from hpcfsdp.doctor import installed, speed
 from hpcfsdp.errors import HpcfsdpError, LaunchError
 from hpcfsdp.launch import device as devices, rendezvous
 from hpcfsdp.launch.job import current_job
@@ -52,12 +51,12 @@ def steps(limit_s: float) -> Iterator[dict[str, Any]]:
     yield {"device": world.device.type, "ranks": [row | {"threads": n} for row, n in zip(table, threads, strict=True)]}
 
     yield {"stage": "allocating shared memory"}
-    memory = bandwidth.shared_memory(world)
+    memory = speed.shared_memory(world)
     yield {"shared_memory": memory}
     yield {"stage": "an all-gather and a reduce-scatter"}
-    yield {"bandwidth": bandwidth.measure(world, shared=memory["error"] is None)}
+    yield {"bandwidth": speed.measure_collectives(world, shared=memory["error"] is None)}
     yield {"stage": "measuring links within and between nodes"}
-    yield {"links": link_speed.measure(world)}
+    yield {"links": speed.measure_links(world)}
     worlds.finalize()
 
 
@@ -117,3 +116,23 @@ def _shm_bytes() -> int | None:
         room = os.statvfs("/dev/shm")
         return room.f_frsize * room.f_blocks
     return None
+
+
+def file_system_of(path: str | os.PathLike[str], mounts: str | None = None) -> str | None:
+    """The type of the file system that holds `path`, as "nfs4"; None if that is unknown.
+
+    Args:
+        mounts: the text of ``/proc/mounts``, by default that of this process.
+    """
+    if mounts is None:
+        mounts = ""
+        with contextlib.suppress(OSError):
+            mounts = Path("/proc/mounts").read_text()
+    within = Path(os.path.realpath(path))
+    found: tuple[int, str | None] = (0, None)
+    for line in mounts.splitlines():
+        _, point, kind, *_ = line.split(" ")
+        place = Path(point.replace("\\040", " "))
+        if within.is_relative_to(place) and len(place.parts) >= found[0]:  # a later mount hides an earlier one
+            found = len(place.parts), kind
+    return found[1]

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp import env
-from hpcfsdp.doctor import installed, launcher, machine, software, traffic
+from hpcfsdp.doctor import findings, installed, rank_findings
 from hpcfsdp.doctor.child import Child, command_output
-from hpcfsdp.doctor.finding import Finding, exit_code
+from hpcfsdp.doctor.findings import Finding, exit_code
 from hpcfsdp.errors import LaunchError
 
 _PROBE = "hpcfsdp.doctor.probe"
@@ -90,12 +90,12 @@ def diagnose(child: Child, own_facts: dict[str, Any], limit_s: float) -> Diagnos
     for key in ("complete", "verdict"):
         facts.pop(key, None)
     table = facts.pop("ranks", [])
-    findings = [*software.judge(facts), *launcher.judge(facts)]
+    found = [*findings.judge_software(facts), *findings.judge_mpi(facts)]
     if table:
-        findings += software.judge_ranks(table)
-        findings += machine.judge(facts["nodes"], table)
-        findings += traffic.judge(facts, table)
-    return Diagnosis(findings, facts, [{"rank": rank} | row for rank, row in enumerate(table)])
+        found += rank_findings.judge_same_software(table)
+        found += rank_findings.judge_machine(facts["nodes"], table)
+        found += rank_findings.judge_network(facts, table)
+    return Diagnosis(found, facts, [{"rank": rank} | row for rank, row in enumerate(table)])
 
 
 def _facts_of_this_process() -> dict[str, Any]:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcfsdp.doctor import link_speed
+from hpcfsdp.doctor import speed
 from hpcfsdp.launch.topology import Topology
 
 
@@ -16,9 +16,9 @@ def as_if_on(world, topology):
 
 @pytest.mark.ranks(3)
 def test_links_within_and_between_uneven_nodes(world, monkeypatch):
-    monkeypatch.setattr(link_speed, "LARGE_BYTES", 1 << 20)
-    found = link_speed.measure(as_if_on(world, Topology.uneven([2, 1])))
+    monkeypatch.setattr(speed, "LARGE_BYTES", 1 << 20)
+    found = speed.measure_links(as_if_on(world, Topology.uneven([2, 1])))
     assert [found[name]["ranks"] for name in ("within", "between")] == [2, 2]
     assert all(link["latency_s"] > 0 and link["bytes_per_s"] > 0 for link in found.values())
     assert world.comm.allgather(found) == [found] * world.size
-    assert link_speed.measure(as_if_on(world, Topology.regular(3, 1)))["within"] is None
+    assert speed.measure_links(as_if_on(world, Topology.regular(3, 1)))["within"] is None

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hpcfsdp.bench.pss import Sampler, Watch
+from hpcfsdp.bench.pss import PssReader, Sampler
 from hpcfsdp.errors import LaunchError
 
 MIB = 1 << 20
@@ -50,14 +50,14 @@ def test_shared_memory_counts_once():
         text=True,
     )
     assert child.stdout.readline() == "here\n"
-    watch = Watch([os.getpid(), child.pid])
-    before = watch.now()
+    reader = PssReader([os.getpid(), child.pid])
+    before = reader.now()
     shared = mmap.mmap(fd, 0)
     shared[:] = bytes([1]) * len(shared)
-    after = watch.now()
+    after = reader.now()
     assert sum(after) - sum(before) < 16 * MIB  # the child held it all before
-    assert sum(watch.begin()) == pytest.approx(sum(after), abs=4 * MIB)
-    watch.close()
+    assert sum(reader.begin()) == pytest.approx(sum(after), abs=4 * MIB)
+    reader.close()
     shared.close()
     os.close(fd)
     child.communicate()

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpcfsdp.bench import optim_state, step
-from hpcfsdp.bench.tables import Table
+from hpcfsdp.bench.harness import Table
 from hpcfsdp.cli import bench
 from hpcfsdp.errors import UsageError
 

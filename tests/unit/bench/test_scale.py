@@ -17,8 +17,8 @@ def costs(tmp_path_factory):
     for ranks in (64, 512):
         folder = str(tmp_path_factory.mktemp(f"ranks-{ranks}"))
         for which, rank in (("first", 0), ("last", ranks - 1)):
-            order = scale._Order(ranks, rank, layers=2, width=64, folder=folder, repeats=1, traced=True)
-            found[ranks, which] = scale._in_process(order)
+            options = {"layers": 2, "width": 64, "folder": folder, "repeats": 1, "traced": True}
+            found[ranks, which] = scale.costs_of(rank, ranks, **options)
     return found
 
 
@@ -66,10 +66,10 @@ def test_nodes_are_full(ranks):
 
 
 def test_the_table_shows_the_rank_that_pays_the_most():
-    cost = scale.Cost(0.5, 1 << 20, 1 << 19, 0)
+    cost = scale.PhaseCost(0.5, 1 << 20, 1 << 19, 0)
     found = [
-        scale.Rank(16, 0, {"step": cost, "table": cost}),
-        scale.Rank(16, 15, {"step": scale.Cost(0.25, 3 << 20, 0, 1 << 20)}),
+        scale.RankCosts(16, 0, {"step": cost, "table": cost}),
+        scale.RankCosts(16, 15, {"step": scale.PhaseCost(0.25, 3 << 20, 0, 1 << 20)}),
     ]
     assert scale.table(found).rows == [
         ("step", "16", "500.00 ms", "3.0 MiB", "0.5 MiB", "1.0 MiB"),

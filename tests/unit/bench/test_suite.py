@@ -2,9 +2,8 @@ import json
 
 import pytest
 
-from hpcfsdp.bench import figure, suite
-from hpcfsdp.bench.tables import Ratio
-from hpcfsdp.bench.timing import Times
+from hpcfsdp.bench import suite
+from hpcfsdp.bench.harness import Ratio, Times
 from hpcfsdp.errors import HpcfsdpError, UsageError
 
 
@@ -77,7 +76,10 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_a_part_that_fails_does_not_stop_the_others():
-    parts = [suite.Part("wrong", ("step", "--layers", "none"), 0), suite.Part("host", ("host", "--units", "x"), 0)]
+    parts = [
+        suite.Benchmark("wrong", ("step", "--layers", "none"), 0),
+        suite.Benchmark("host", ("host", "--units", "x"), 0),
+    ]
     announced = []
     found = suite.run(parts, "mpirun", 2, announced.append)
     assert [line.split(" bench ")[1] for line in announced] == ["step --layers none --json", "host --units x --json"]
@@ -88,15 +90,15 @@ def test_a_part_that_fails_does_not_stop_the_others():
 
 def test_a_launcher_that_is_not_there_is_named():
     with pytest.raises(UsageError, match="cannot start 'no-such-mpirun'"):
-        suite.run([suite.Part("step", ("step",))], "no-such-mpirun -x", 2, lambda line: None)
+        suite.run([suite.Benchmark("step", ("step",))], "no-such-mpirun -x", 2, lambda line: None)
 
 
 def test_a_figure_shows_every_ratio(tmp_path):
     found = [("step", ratio(0.5, 0.4, 0.6)), ("collectives", ratio(2.0, 1.5, 4.0, "higher", "speed"))]
-    figure.draw_ratios(found, tmp_path / "a.svg", "a machine")
+    suite.draw_ratios(found, tmp_path / "a.svg", "a machine")
     assert (tmp_path / "a.svg").read_text().count("<svg") == 1
     with pytest.raises(HpcfsdpError, match="unknown image format"):
-        figure.draw_ratios(found, tmp_path / "a.mp3", "a machine")
+        suite.draw_ratios(found, tmp_path / "a.mp3", "a machine")
 
 
 def test_the_machine_is_described():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hpcfsdp.doctor import link_speed
+from hpcfsdp.doctor import speed
 from hpcfsdp.errors import UsageError
 from hpcfsdp.launch.topology import Topology
 from hpcfsdp.plan import links
@@ -60,8 +60,8 @@ def test_files_that_hold_no_links(tmp_path, text, message):
 
 def test_who_measures_links_with_whom():
     even = Topology.regular(2, 3)
-    assert link_speed.members(even, 4, between=False) == [3, 4, 5]
-    assert link_speed.members(even, 4, between=True) == [1, 4]
+    assert speed.members(even, 4, between=False) == [3, 4, 5]
+    assert speed.members(even, 4, between=True) == [1, 4]
     uneven = Topology.uneven([3, 2])
-    assert link_speed.members(uneven, 2, between=True) == [2]
-    assert link_speed.members(uneven, 4, between=True) == [1, 4]
+    assert speed.members(uneven, 2, between=True) == [2]
+    assert speed.members(uneven, 4, between=True) == [1, 4]

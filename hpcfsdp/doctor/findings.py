@@ -1,26 +1,168 @@
-"""Findings about MPI: its library, whether it starts, and the launcher. Pure functions of facts."""
+"""Findings: lines of the report about Python, the packages, MPI and its launcher. Pure functions of facts."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from hpcfsdp.doctor.finding import Finding, note, ok, problem, warning
-from hpcfsdp.doctor.software import numbers
+from hpcfsdp.errors import LaunchError
+
+Level = Literal["ok", "note", "warning", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        area: the subject, in one word.
+        level: "ok", "note" (good to know), "warning" (slow, or will break one day), "problem" (breaks a training).
+        what: the facts.
+        hint: the remedy; may be empty.
+    """
+
+    area: str
+    level: Level
+    what: str
+    hint: str = ""
+
+
+def ok(area: str, what: str) -> Finding:
+    return Finding(area, "ok", what)
+
+
+def note(area: str, what: str, hint: str = "") -> Finding:
+    return Finding(area, "note", what, hint)
+
+
+def warning(area: str, what: str, hint: str) -> Finding:
+    return Finding(area, "warning", what, hint)
+
+
+def problem(area: str, what: str, hint: str) -> Finding:
+    return Finding(area, "problem", what, hint)
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """The exit code of the command: 3 if there is a problem, else 0."""
+    return LaunchError.exit_code if any(finding.level == "problem" for finding in findings) else 0
+
+
+def summary(findings: Iterable[Finding]) -> str:
+    """The last line of the report."""
+    levels = [finding.level for finding in findings]
+    parts = [_count(levels.count(level), level) for level in ("problem", "warning", "note") if level in levels]
+    if "problem" in levels:
+        return f"{', '.join(parts)}: a training would break here"
+    return f"{', '.join(parts) or 'all fine'}: ready to train"
+
+
+def _count(number: int, level: str) -> str:
+    return f"{number} {level}" + ("s" if number > 1 else "")
+
+
+OLDEST = {"python": (3, 10), "torch": (2, 11), "mpi4py": (4, 0), "h5py": (3, 11)}
+
+
+def judge_software(facts: dict[str, Any]) -> Iterator[Finding]:
+    """Python, torch with its accelerator and NCCL, mpi4py, h5py with HDF5."""
+    packages, python, torch, h5py = facts["packages"], facts["python"], facts.get("torch", {}), facts.get("h5py", {})
+    yield judge_version("python", python["version"], python["executable"])
+    yield judge_package("torch", torch.get("version") or packages["torch"], torch.get("error"))
+    yield from judge_accelerator(torch)
+    yield from judge_nccl(torch)
+    yield judge_package("mpi4py", packages["mpi4py"])
+    yield judge_package("h5py", packages["h5py"], h5py.get("error"))
+    yield from judge_hdf5(h5py)
+
+
+def judge_version(area: str, version: str, where: str = "") -> Finding:
+    """Whether a version is new enough."""
+    text = f"{version} ({where})" if where else version
+    if numbers(version) >= OLDEST[area]:
+        return ok(area, text)
+    hint = "use a newer python3 for the environment" if area == "python" else _install(area)
+    return problem(area, f"{text} is older than {'.'.join(map(str, OLDEST[area]))}", hint)
+
+
+def judge_package(area: str, version: str | None, error: str | None = None) -> Finding:
+    """Whether a package is installed, loads, and is new enough."""
+    if version is None:
+        return problem(area, "is not installed", _install(area))
+    if error is not None:
+        return problem(area, f"{version} cannot be loaded: {error}", f"pip install --force-reinstall {area}")
+    return judge_version(area, version)
+
+
+def _install(area: str) -> str:
+    return f"pip install '{area}>={'.'.join(map(str, OLDEST[area]))}'"
+
+
+def judge_accelerator(torch: dict[str, Any]) -> Iterator[Finding]:
+    """Whether torch can use the accelerator of this machine, of any vendor. Nothing where torch was not loaded."""
+    if "version" not in torch:
+        return
+    kind, gpus, backend = torch["accelerator"], torch["gpu_files"], torch["backend"]
+    if kind is None and gpus:
+        what = f"this machine has {gpus} GPU(s), but torch {torch['version']} is built for the CPU"
+        hint = "install a torch that is built for your driver (https://pytorch.org/get-started)"
+        yield warning("accel", what, hint)
+    elif kind is None:
+        yield ok("accel", "none here, and torch is built for the CPU: training runs on the CPU over MPI")
+    else:
+        built_for = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['rocm']}" if torch["rocm"] else kind
+        text = f"torch is built for {built_for}"
+        if torch["cuda"] or torch["rocm"]:  # of others the device files have no common name
+            text += f", {f'{gpus} GPU(s)' if gpus else 'no GPU'} in /dev"
+        yield ok("accel", f"{text}; visible here: {torch['devices']}")
+        if torch["has_backend"]:
+            yield ok("backend", f"process groups on {kind!r} use {backend}")
+        elif torch["devices"]:
+            what = f"torch has no {backend or 'backend'} for process groups on {kind!r}"
+            yield problem("backend", what, "install an official build of torch, or the plug-in of the vendor")
+
+
+def judge_nccl(torch: dict[str, Any]) -> Iterator[Finding]:
+    """NVIDIA and AMD: the version of NCCL, or RCCL."""
+    if torch.get("nccl"):
+        yield ok("nccl", f"{'RCCL' if torch['rocm'] else 'NCCL'} {torch['nccl']}")
+
+
+def judge_hdf5(h5py: dict[str, Any]) -> Iterator[Finding]:
+    """The HDF5 of h5py, and whether it has the MPI of mpi4py."""
+    if "hdf5" not in h5py:
+        return
+    if not h5py["mpi"]:
+        what = f"{h5py['hdf5']} without MPI: checkpoints are written with posix, the writer mpio is not available"
+        yield note("hdf5", what, "nothing to do; for mpio build h5py with HDF5_MPI=ON")
+    elif h5py["other_mpi_files"]:
+        what = f"{h5py['hdf5']} with an MPI other than mpi4py's ({', '.join(h5py['other_mpi_files'])})"
+        hint = "build h5py and mpi4py for the same MPI, or install h5py without MPI; do not use the writer mpio"
+        yield warning("hdf5", what, hint)
+    else:
+        yield ok("hdf5", f"{h5py['hdf5']} with the MPI of mpi4py")
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """ "2.13.0+cpu" -> (2, 13, 0)."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
+
 
 _AGAIN = "python -m hpcfsdp doctor"
 _SHOWN_LINES = 4
 
 
-def judge(facts: dict[str, Any]) -> Iterator[Finding]:
+def judge_mpi(facts: dict[str, Any]) -> Iterator[Finding]:
     """The MPI library and how far the child came with it, mpirun, SLURM, and running as root."""
     library = facts.get("library", {}).get("text")
     environment = facts["environment"]
     if facts["packages"]["mpi4py"] is not None:
         yield judge_start(facts)
         yield from judge_output(facts)
-        yield from judge_threads(facts.get("library", {}))
+        yield from judge_thread_level(facts.get("library", {}))
         launched = "world" in facts and facts["world"]["size"] > 1
         yield judge_mpirun(library, facts["mpirun"], facts["own_mpirun"], launched=launched)
     yield from judge_slurm(environment)
@@ -69,7 +211,7 @@ def _hint_after_failure(facts: dict[str, Any]) -> str:
     return f"on a login node that is usual: run it inside of an allocation (srun -n 2 {_AGAIN}, or with mpirun)"
 
 
-def judge_threads(library: dict[str, Any]) -> Iterator[Finding]:
+def judge_thread_level(library: dict[str, Any]) -> Iterator[Finding]:
     """Whether MPI may be called from other threads than the main one. Nothing where MPI did not start."""
     level = library.get("thread_level")
     if level not in (None, "serialized", "multiple"):

@@ -7,7 +7,7 @@ import pytest
 from hpcfsdp import env
 from hpcfsdp.cli import doctor
 from hpcfsdp.doctor.examine import Diagnosis
-from hpcfsdp.doctor.finding import Finding
+from hpcfsdp.doctor.findings import Finding
 
 FINDINGS = [Finding("torch", "ok", "2.13.0"), Finding("mpi", "problem", "does not\nstart", "hint it")]
 REPORT = Diagnosis(FINDINGS, {"host": "n1"}, [{"rank": 0}])

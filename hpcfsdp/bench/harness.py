@@ -1,0 +1,212 @@
+"""What all benchmarks share: ways that are timed in turn, their tables and ratios, and processes of their own."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hpcfsdp.comm import Communicator
+from hpcfsdp.errors import HpcfsdpError
+from hpcfsdp.text.terminal import shown
+
+MIB = 1 << 20
+
+
+class Times(NamedTuple):
+    """Seconds of repeated runs; each is that of the slowest rank."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    def ratio_to(self, other: Times) -> float:
+        """Return how many times as long as `other` it took: the median over rounds, which met the same noise."""
+        return statistics.median(self.ratios_to(other))
+
+    def ratios_to(self, other: Times) -> tuple[float, ...]:
+        """Return the ratio of each round."""
+        return tuple(mine / its for mine, its in zip(self.seconds, other.seconds, strict=True))
+
+
+def timed(
+    comm: Communicator, call: Callable[[], Any], calls: int = 1, finish: Callable[[], None] = lambda: None
+) -> tuple[float, Any]:
+    """Return the seconds of one call on the slowest rank, and its result on this rank. Collective over `comm`.
+
+    The ranks start together. See ``in_turn`` for the arguments.
+    """
+    comm.barrier()
+    began_s = time.perf_counter()
+    for _ in range(calls):
+        result = call()
+    finish()
+    mine = torch.tensor([(time.perf_counter() - began_s) / calls], dtype=torch.float64)
+    comm.all_reduce(mine, "max")
+    return float(mine), result
+
+
+def in_turn(
+    comm: Communicator,
+    ways: Mapping[str, Callable[[], object]],
+    *,
+    repeats: int,
+    warmup: int = 2,
+    calls: int = 1,
+    finish: Callable[[], None] = lambda: None,
+) -> dict[str, Times]:
+    """Time each way `repeats` times, one after the other, so that all meet the same noise. Collective over `comm`.
+
+    Args:
+        warmup: calls of each way before the first that counts.
+        calls: of a way in each run; the time is that of one call. More than one for calls that are too short for the
+            clock and for the start of the ranks.
+        finish: called before the clock stops: waits for a device that the calls leave behind.
+    """
+    for way in ways.values():
+        for _ in range(warmup):
+            way()
+    finish()
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            found[name].append(timed(comm, way, calls, finish)[0])
+    return {name: Times(tuple(seconds)) for name, seconds in found.items()}
+
+
+def measured_in_new_process(module: str, arguments: Mapping[str, Any], what: str) -> Any:
+    """Return what ``python -m module JSON`` prints as its last line, from JSON: its memory is empty at the start.
+
+    Args:
+        arguments: the JSON.
+        what: is measured, for the message.
+
+    Raises:
+        HpcfsdpError: the process has failed; its messages are on standard error.
+    """
+    command = [sys.executable, "-m", module, json.dumps(arguments)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise HpcfsdpError(f"measuring {what} failed with exit code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class Ratio(NamedTuple):
+    """hpcfsdp next to a peer or a floor: what the summary of all benchmarks shows.
+
+    Attributes:
+        name: the same in every run.
+        value: the median over rounds, or the only one.
+        low, high: of all rounds.
+        better: whether a "lower" or a "higher" ratio is better for hpcfsdp.
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float
+    better: str = "lower"
+
+    @classmethod
+    def of_times(cls, name: str, own: Times, other: Times) -> Ratio:
+        """Return the time of hpcfsdp / that of `other`."""
+        return cls.of_rounds(name, own.ratios_to(other))
+
+    @classmethod
+    def of_speeds(cls, name: str, own: Times, other: Times) -> Ratio:
+        """Return the speed of hpcfsdp / that of `other`."""
+        return cls.of_rounds(name, other.ratios_to(own), better="higher")
+
+    @classmethod
+    def of_rounds(cls, name: str, rounds: Sequence[float], better: str = "lower") -> Ratio:
+        return cls(name, statistics.median(rounds), min(rounds), max(rounds), better)
+
+
+class Table(NamedTuple):
+    """A measurement as a table, and as JSON; perhaps with a line above it, and notes and a second table below it.
+
+    `ratios` go into the summary of all benchmarks.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    as_json: Any
+    notes: Sequence[str] = ()
+    second: Table | None = None
+    heading: str = ""
+    ratios: Sequence[Ratio] = ()
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of Markdown."""
+        if self.heading:
+            yield from (self.heading, "")
+        yield from markdown(self.columns, self.rows)
+        for note in self.notes:
+            yield from ("", note)
+        if self.second is not None:
+            yield ""
+            yield from self.second.lines()
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    for row in (columns, ["---"] * len(columns), *rows):
+        yield "| " + " | ".join(map(shown, row)) + " |"
+
+
+def readable(seconds: float) -> str:
+    """0.0015 -> "1.50 ms"."""
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def mib(nbytes: int) -> str:
+    return f"{round(nbytes / MIB, 1) + 0.0:.1f} MiB"  # zero has no sign: a peak may be a page below its baseline
+
+
+def time_cells(times: Times) -> tuple[str, str]:
+    """Return the median, and the fastest and the slowest run."""
+    return readable(times.median_s), f"{readable(min(times.seconds))} - {readable(max(times.seconds))}"
+
+
+def ratio_cell(times: Times | None, other: Times) -> str:
+    """Return `times` as a multiple of `other`; empty for a missing or the same measurement."""
+    return "" if times is None or times is other else f"{times.ratio_to(other):.2f}x"
+
+
+def faster_cell(times: Times, gloo: Times | None) -> str:
+    """Return how many times as fast as gloo it was."""
+    return "" if gloo is None or gloo is times else f"{gloo.median_s / times.median_s:.2f}x"
+
+
+def times_json(ways: Mapping[str, Times]) -> dict[str, dict[str, Any]]:
+    """Return the median and all runs of each way."""
+    return {name: {"median_s": times.median_s, "seconds": list(times.seconds)} for name, times in ways.items()}
+
+
+class Peak(NamedTuple):
+    """Peak bytes of some calls, above the memory before them, and the least peak that they can have."""
+
+    calls: tuple[int, ...]
+    analytic: int
+
+    @property
+    def highest(self) -> int:
+        return max(self.calls)
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the highest peak, all of them, the analytic one, and the highest as a multiple of it."""
+        ratio = f"{self.highest / self.analytic:.3f}x"
+        return mib(self.highest), f"{mib(min(self.calls))} - {mib(self.highest)}", mib(self.analytic), ratio
+
+    def as_json(self, calls: str) -> dict[str, Any]:
+        """Return all of it by name, with the peaks of the single calls under the key `calls`."""
+        sizes = {calls: list(self.calls), "analytic_bytes": self.analytic, "peak_bytes": self.highest}
+        return {**sizes, "analytic_ratio": self.highest / self.analytic}
