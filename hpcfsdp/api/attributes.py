@@ -19,8 +19,6 @@ class PublicAttributes:
     """Read-only attributes of the wrapper. They come before those of the wrapped module."""
 
     _unit: FlatUnit
-    _given: dict[str, Any]
-    """Arguments of the constructor, as they were given."""
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
@@ -30,25 +28,24 @@ class PublicAttributes:
     @property
     def mixed_precision(self) -> MixedPrecision:
         """Never None."""
-        return self._unit.mixed_precision
+        return self._unit.options.mixed_precision
 
     @property
     def cpu_offload(self) -> CPUOffload:
         """Never None."""
-        return self._given["cpu_offload"] or CPUOffload()
+        return self._unit.options.cpu_offload
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        prefetch: BackwardPrefetch | None = self._given["backward_prefetch"]
-        return prefetch
+        return self._unit.options.backward_prefetch
 
     @property
     def forward_prefetch(self) -> bool:
-        return bool(self._given["forward_prefetch"])
+        return self._unit.options.forward_prefetch
 
     @property
     def limit_all_gathers(self) -> bool:
-        return bool(self._given["limit_all_gathers"])
+        return self._unit.options.limit_all_gathers
 
     @property
     @public_call("process_group")

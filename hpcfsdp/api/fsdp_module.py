@@ -19,7 +19,7 @@ from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.errors import EngineError
 from hpcfsdp.hang import calls
 from hpcfsdp.hang.calls import public_call
-from hpcfsdp.units.dtensor_copying import copy_rows
+from hpcfsdp.units.copying import copy_fully_sharded
 from hpcfsdp.units.dtensor_unit import DTensorUnit, dtensor_unit_of, dtensor_units_in
 from hpcfsdp.units.lazy_init import become_root
 from hpcfsdp.units.materialize import MarkEmpty, states_on_meta
@@ -319,14 +319,14 @@ class FSDPModule(stock.FSDPModule):
         with MarkEmpty() if unit.uninitialised else contextlib.nullcontext():
             # Not torch's, which expects its own state.
             result = super(stock.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        unit.mark()
+        unit.label_params()
         unit.refresh()
         return result
 
     @public_call("copy.deepcopy")
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Not collective. A copy of this rank's rows, which trains by itself; process groups are shared."""
-        return copy_rows(cast(nn.Module, self), memo)
+        return copy_fully_sharded(cast(nn.Module, self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise EngineError(
@@ -344,7 +344,7 @@ class FSDPModule(stock.FSDPModule):
         return dtensor_units_in(cast(nn.Module, self)) if recurse else [self._unit_here]
 
     def _refuse_several_meshes(self, what: str) -> None:
-        if any(each.mesh is not self._unit_here.mesh for each in self._unit_here.rows):
+        if any(each.mesh is not self._unit_here.mesh for each in self._unit_here.own):
             raise ValueError(f"{what} cannot be used where parameters of a module are sharded over several meshes")
 
     def _get_fsdp_state(self) -> NoReturn:

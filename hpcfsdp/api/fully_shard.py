@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -26,16 +25,14 @@ from hpcfsdp.api.fsdp_module import FSDPModule, extended_class, torchs_state_err
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.engine.streams import streams_for
 from hpcfsdp.hang.calls import public_call
-from hpcfsdp.units import managed
-from hpcfsdp.units.dtensor_unit import DTensorUnit, dtensor_unit_of, shard_rows
-from hpcfsdp.units.flat_unit import UNIT, unit_of
-from hpcfsdp.units.flatten import move_buffers, own_params
+from hpcfsdp.units.arguments import replicated_in
+from hpcfsdp.units.dtensor_unit import DTensorUnit, dtensor_unit_of, shard_param
+from hpcfsdp.units.flat_unit import unit_of
 from hpcfsdp.units.groups import resolve_mesh, with_dtensors
-from hpcfsdp.units.ignored import replicated_in
-from hpcfsdp.units.managed import mark_modules
 from hpcfsdp.units.materialize import states_on_meta
 from hpcfsdp.units.optimizer_check import watch_optimizers
-from hpcfsdp.units.own import NOTHING_IGNORED, Ignored, OwnParam
+from hpcfsdp.units.options import NOTHING_IGNORED, Ignored, UnitOptions
+from hpcfsdp.units.own import UNIT, OwnParam, label_modules, move_buffers, own_params, unit_fqn
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 Modules = TypeVar("Modules", bound=nn.Module | Sequence[nn.Module])
@@ -115,7 +112,7 @@ def shard_modules(
     choice = _reshard_choice(reshard_after_forward, mesh.shard.size)
     watch_optimizers()
     container = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    with raise_together_over(mesh.lines()):
+    with raise_together_over(mesh.subgroups()):
         chosen = _chosen(container, shard_placement_fn, ignored)
     # Those of experts may be DTensors on ranks over which the others are sharded.
     infos = {param: getattr(placement, "mesh_info", None) for param, placement in chosen.items()}
@@ -129,40 +126,35 @@ def shard_modules(
     device, offloads = mesh.dtensor_ranks.device, isinstance(offload_policy, CPUOffloadPolicy)
     for each in modules:
         move_buffers(each, device, ignored=ignored)
-    with raise_together_over(mesh.lines()):
-        own = own_params(
+    with raise_together_over(mesh.subgroups()):
+        found = own_params(
             modules[0] if len(modules) == 1 else modules, ignored=ignored, mesh=mesh, others=others, device=device
         )
-        entries = sorted(own.entries, key=lambda entry: entry.index)
+        entries = sorted(found.entries, key=lambda entry: entry.index)
         dims = [_dim(entry, chosen.get(entry.given)) for entry in entries]
     home = torch.device("cpu") if offloads else device
-    rows = [
-        shard_rows(entry, others.get(entry.given, mesh), dim, home, device)
+    own = [
+        shard_param(entry, others.get(entry.given, mesh), dim, home, device)
         for entry, dim in zip(entries, dims, strict=True)
     ]
-    unit = DTensorUnit(
-        " + ".join(type(each).__name__ for each in modules),
-        modules,
-        rows,
-        mesh=mesh,
-        mixed_precision=MixedPrecision(
-            param_dtype=mp_policy.param_dtype,
-            reduce_dtype=mp_policy.reduce_dtype,
-            cast_forward_inputs=mp_policy.cast_forward_inputs,
-            cast_root_forward_inputs=mp_policy.cast_forward_inputs,
-        ),
-        device=device,
-        pin_memory=isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory,
+    mixed_precision = MixedPrecision(
+        param_dtype=mp_policy.param_dtype,
+        reduce_dtype=mp_policy.reduce_dtype,
+        cast_forward_inputs=mp_policy.cast_forward_inputs,
+        cast_root_forward_inputs=mp_policy.cast_forward_inputs,
     )
+    pin_memory = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
+    options = UnitOptions(device=device, ignored=ignored, mixed_precision=mixed_precision, pin_memory=pin_memory)
+    unit = DTensorUnit(" + ".join(type(each).__name__ for each in modules), modules, own, mesh=mesh, options=options)
     unit.uninitialised = [state for each in modules for state in states_on_meta(each)]
-    unit.mark()
+    unit.label_params()
     unit.reshard_choice, unit.output_dtype = choice, mp_policy.output_dtype
     for each in modules:
         each.__dict__[UNIT] = unit
         each.__class__ = extended_class(type(each))
         _compat.refuse_state(each, torchs_state_error)
-        mark_modules(each, ignored.modules)
-    _register_state_hooks(unit)
+        label_modules(each, ignored.modules)
+    unit.add_state_hooks()
     unit.refresh()
     if len(unit.inner_units()) > 1:
         unit.confirm()
@@ -249,7 +241,7 @@ def _chosen(
     if choose is None:
         return {}
     params = (param for param in module.parameters() if param not in ignored.params)
-    return {param: choose(param) for param in params if param.dim() and managed.unit_fqn(param) is None}
+    return {param: choose(param) for param in params if param.dim() and unit_fqn(param) is None}
 
 
 def _dim(entry: OwnParam, chosen: Any) -> int:
@@ -275,42 +267,6 @@ def _dim(entry: OwnParam, chosen: Any) -> int:
 
 def _strategy(mesh: DeviceMesh | None) -> ShardingStrategy:
     return ShardingStrategy.HYBRID_SHARD if mesh is not None and mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
-
-
-class _StateHooks:
-    """Hooks by which modules hold rows while a state dict is made or loaded, and adopt what was assigned."""
-
-    def __init__(self, unit: DTensorUnit | None) -> None:
-        self._unit = (lambda: None) if unit is None else weakref.ref(unit)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _StateHooks:
-        """Those of the copied unit; of none in a copy of a module inside alone."""
-        return _StateHooks(memo.get(id(self._unit())))
-
-    def before_saving(self, *_arguments: Any) -> None:
-        self._reshard(meet=False)
-
-    def before_loading(self, *_arguments: Any) -> None:
-        self._reshard(meet=True)
-
-    def after_loading(self, *_arguments: Any) -> None:
-        unit = self._unit()
-        if unit is not None:
-            unit.refresh()
-
-    def _reshard(self, *, meet: bool) -> None:
-        unit = self._unit()
-        if unit is not None and unit.root is not None:
-            unit.root.reshard([unit], meet=meet)
-
-
-def _register_state_hooks(unit: DTensorUnit) -> None:
-    hooks = _StateHooks(unit)
-    for module in unit.modules:
-        module.register_load_state_dict_post_hook(hooks.after_loading)  # type: ignore[no-untyped-call]
-    for module in dict.fromkeys([*unit.modules, *(place for each in unit.rows for place, _ in each.param.places)]):
-        module.register_state_dict_pre_hook(hooks.before_saving)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(hooks.before_loading)  # type: ignore[no-untyped-call]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -85,7 +85,7 @@ def refuse_ddp_around(unit: FlatUnit) -> None:
         return
     model, ignored = found
     name = next((name for name, module in model.named_modules() if module is unit.wrapper), "")
-    plain = unit.ignored.params
+    plain = unit.options.ignored.params
     sharded = [inner for inner, param in unit.wrapper.named_parameters(prefix=name) if param not in plain]
     averaged = [inner for inner in sharded if inner not in ignored]
     if averaged:

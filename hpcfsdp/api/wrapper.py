@@ -28,19 +28,24 @@ from hpcfsdp.params.module_states import get_root_modules
 from hpcfsdp.state.load import load_when_known
 from hpcfsdp.state.settings import default_settings
 from hpcfsdp.units import copying, mixed_precision as precisions, policies, summon
-from hpcfsdp.units.arguments import check_module, check_readers, check_types, target_device, warn_of_container
-from hpcfsdp.units.build import join_tp_group, make_unit, sync_values, warn_of_units
+from hpcfsdp.units.arguments import (
+    check_module,
+    check_readers,
+    check_types,
+    resolve_ignored,
+    target_device,
+    warn_of_container,
+)
+from hpcfsdp.units.build import join_tp_group, make_unit, warn_of_units
 from hpcfsdp.units.clip import clip_model_grads
-from hpcfsdp.units.eval_precision import follow_eval_mode
 from hpcfsdp.units.flat_unit import WRAPPED, units_in
-from hpcfsdp.units.flatten import move_buffers, own_params
 from hpcfsdp.units.groups import resolve_mesh, with_dtensors
 from hpcfsdp.units.guard import guard_modules, refuse_mistakes
-from hpcfsdp.units.ignored import resolve_ignored
 from hpcfsdp.units.lazy_init import become_root
-from hpcfsdp.units.managed import mark_modules
 from hpcfsdp.units.materialize import materialize
 from hpcfsdp.units.optimizer_check import watch_optimizers
+from hpcfsdp.units.options import UnitOptions
+from hpcfsdp.units.own import label_modules, move_buffers, own_params
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 
@@ -129,79 +134,56 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             for name, param in module.named_parameters():
                 if param not in managed and param not in ignored.params:
                     check_granularity(granularity, param.shape, name)
-        if not isinstance(process_group, UnitMesh):  # that of an outer unit has them
+        is_outermost = not isinstance(process_group, UnitMesh)  # otherwise an outer wrapper's policy makes this one
+        if is_outermost:
             mesh = with_dtensors(mesh, module, ignored.params)
-        self._given = {
-            "cpu_offload": cpu_offload,
-            "backward_prefetch": backward_prefetch,
-            "forward_prefetch": forward_prefetch,
-            "limit_all_gathers": limit_all_gathers,
-        }
         self._full_in_eval = env.full_precision_in_eval()
         self.register_load_state_dict_post_hook(load_when_known)  # type: ignore[no-untyped-call]
-        device = target_device(mesh, device_id)
+        options = UnitOptions(
+            device=target_device(mesh, device_id),
+            ignored=ignored,
+            mixed_precision=mixed_precision or MixedPrecision(),
+            cpu_offload=cpu_offload or CPUOffload(),
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=bool(forward_prefetch),
+            limit_all_gathers=bool(limit_all_gathers),
+            use_orig_params=use_orig_params,
+            granularity=granularity,
+            param_init_fn=param_init_fn,
+            sync_module_states=sync_module_states,
+        )
         if auto_wrap_policy is not None:
-            self._wrap_children(
-                module,
-                auto_wrap_policy,
-                process_group=mesh,
-                mixed_precision=mixed_precision,
-                param_init_fn=param_init_fn,
-                device_id=device,
-                sync_module_states=sync_module_states,
-                use_orig_params=use_orig_params,
-                ignored_states=ignored,
-                granularity=granularity,
-                **self._given,
-            )
-        if device is not None:
-            move_buffers(module, device, ignored=ignored)
-        with raise_together_over(mesh.lines()):
+            self._wrap_children(module, auto_wrap_policy, mesh, options)
+        if options.device is not None:
+            move_buffers(module, options.device, ignored=ignored)
+        with raise_together_over(mesh.subgroups()):
             made = materialize(
                 module,
-                device=device or torch.device("cpu"),
+                device=options.device or torch.device("cpu"),
                 param_init_fn=param_init_fn,
                 ignored=ignored,
                 values_count=not sync_module_states or mesh.is_first(),  # whose values all others get
             )
         check_readers(module)
-        full_precision = precisions.ignored_classes(mixed_precision)
-        in_full = precisions.find_full_precision(module, full_precision)
+        in_full = precisions.find_full_precision(module, options.full_precision)
         self._fsdp_wrapped_module: Any = module  # which may be indexed, too
-        with raise_together_over(mesh.lines()):
-            own = own_params(module, ignored=ignored, full_precision=full_precision, mesh=mesh, device=device)
+        with raise_together_over(mesh.subgroups()):
+            own = own_params(
+                module, ignored=ignored, full_precision=options.full_precision, mesh=mesh, device=options.device
+            )
         if own.groups:
             warn_of_container(module)
         outside = dict.fromkeys(precisions.modules_outside(module))
         param_names = {inner: tuple(inner._parameters) for inner in outside}  # in the order of the plain model
-        if sync_module_states:
-            sync_values(own, mesh)
-        unit = make_unit(
-            self,
-            module,
-            mesh=mesh,
-            own=own,
-            ignored=ignored,
-            device=device,
-            use_orig_params=use_orig_params,
-            offload=cpu_offload is not None and cpu_offload.offload_params,
-            mixed_precision=mixed_precision or MixedPrecision(),
-            full_precision=full_precision,
-            made=None if sync_module_states else frozenset(made),
-            granularity=granularity,
-        )
-        unit.param_names, unit.state_dict_settings = param_names, default_settings()
-        unit.prefetch_forward = forward_prefetch
-        if backward_prefetch is not None:
-            unit.prefetch_backward = "pre" if backward_prefetch is BackwardPrefetch.BACKWARD_PRE else "post"
-        self._unit = unit
-        mark_modules(module, ignored.modules)
-        guard_modules(unit)
+        self._unit = make_unit(self, module, mesh=mesh, own=own, made=made, options=options)
+        self._unit.param_names, self._unit.state_dict_settings = param_names, default_settings()
+        label_modules(module, ignored.modules)
+        guard_modules(self._unit)
         precisions.keep_full_precision(in_full)
         for inner in units_in(module):  # inner units without DTensors
             if mesh.tensor_mesh is not None and inner.mesh.tensor is None:
                 join_tp_group(inner, mesh.tensor_mesh, sync_module_states=sync_module_states)
-        if not isinstance(process_group, UnitMesh):  # one warning for all units of this call
+        if is_outermost:  # one warning for all units of this call
             warn_of_units(self, stacklevel=3)
 
     @property
@@ -225,7 +207,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             root = unit.root or become_root(unit)
             if not root.is_busy:
                 if self._full_in_eval:
-                    follow_eval_mode(unit)
+                    precisions.follow_eval_mode(unit)
                 if root.device.type != "cpu":  # a batch may be in host memory
                     args, kwargs = to_kwargs(args, kwargs, root.device)
             return root.forward(unit, self._fsdp_wrapped_module, args, kwargs, compiler)
@@ -293,7 +275,7 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         """
         root = self._as_root("clip_grad_norm_")
         if root.holds_grads:
-            with raise_together_over(self._unit.mesh.lines()):
+            with raise_together_over(self._unit.mesh.subgroups()):
                 root.refuse_held("clip_grad_norm_")
         return clip_model_grads(self._unit, max_norm, norm_type)
 
@@ -456,15 +438,15 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
             )
         return root
 
-    def _wrap_children(self, module: nn.Module, policy: Any, **arguments: Any) -> None:
+    def _wrap_children(self, module: nn.Module, policy: Any, mesh: UnitMesh, options: UnitOptions) -> None:
         if units_in(module):
             raise ValueError(
                 f"auto_wrap_policy was given for a {type(module).__name__} that already contains "
                 "FullyShardedDataParallel modules: wrap either by hand or by policy"
             )
-        ignored = arguments["ignored_states"]
-        chosen = policies.choose_units(module, policy, ignored)
-        policies.check_ties(module, chosen, ignored)
+        chosen = policies.choose_units(module, policy, options.ignored)
+        policies.check_ties(module, chosen, options.ignored)
+        arguments = {"process_group": mesh, **options.arguments()}
         for child, own_arguments in chosen.items():
             wrapped = FullyShardedDataParallel(child, **{**arguments, **own_arguments})
             # A module may be registered in several places: each of them gets the one wrapper.

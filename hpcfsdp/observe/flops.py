@@ -30,7 +30,7 @@ def count_elements(model: nn.Module) -> tuple[int, int]:
 
 def training_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of most elements that modules compute with; float32 for a model without parameters."""
-    lowered = [unit.mixed_precision.param_dtype for unit in dtensor_units_in(model)]
+    lowered = [unit.options.mixed_precision.param_dtype for unit in dtensor_units_in(model)]
     if any(lowered):
         return next(dtype for dtype in lowered if dtype is not None)
     counts: dict[torch.dtype, int] = {}

@@ -13,7 +13,7 @@ import torch
 from hpcfsdp import accelerator
 from hpcfsdp.errors import UsageError
 from hpcfsdp.reshard.whole import is_cut
-from hpcfsdp.units.managed import unit_fqn, whole_shape
+from hpcfsdp.units.own import unit_fqn, whole_shape
 
 Coefficients = tuple[float, float, float]
 

@@ -23,7 +23,7 @@ from hpcfsdp.reshard.placements import mesh_boxes, rows_on_mesh
 from hpcfsdp.reshard.whole import is_cut
 from hpcfsdp.state.model import named_flat_params, units_of
 from hpcfsdp.state.wrappers import clean_fqn
-from hpcfsdp.units.dtensor_unit import Rows, dtensor_units_in
+from hpcfsdp.units.dtensor_unit import OwnDTensor, dtensor_units_in
 from hpcfsdp.units.group_cache import GroupCache
 from hpcfsdp.units.unit_mesh import Dim, UnitMesh
 
@@ -74,7 +74,7 @@ def whole_params(model: nn.Module, *, joins_blocks: bool) -> dict[nn.Parameter, 
     found = {whole.param: whole for whole in _of_sharded_params(model, joins_blocks, known)}
     names = {param: clean_fqn(name) for name, param in model.named_parameters()}
     for unit in dtensor_units_in(model):
-        for each in unit.rows:
+        for each in unit.own:
             param = each.param.sharded
             found[param] = _of_rows(each, names.get(param, f"{unit.name}.{each.fqn}"), joins_blocks, known)
     for param, name in names.items():
@@ -118,11 +118,11 @@ def _share_of_flat(
 ) -> tuple[Communicator, Cut]:
     dims = _dims(mesh, divides=divides, joins_blocks=joins_blocks)
     if (mesh, dims) not in known:
-        known[mesh, dims] = Lattice.of(mesh.lattice(*dims))
+        known[mesh, dims] = Lattice.of(mesh.ranks_by_dim(*dims))
     return _comm(mesh, dims), FlatCut(layout, index, known[mesh, dims])
 
 
-def _of_rows(each: Rows, name: str, joins_blocks: bool, known: Known) -> WholeParam:
+def _of_rows(each: OwnDTensor, name: str, joins_blocks: bool, known: Known) -> WholeParam:
     shape = tuple(each.param.sharded.shape) if joins_blocks else each.shape
     has_blocks = each.block is not None and not joins_blocks
     share = functools.partial(_share_of_rows, each, shape, joins_blocks, known)
@@ -130,7 +130,7 @@ def _of_rows(each: Rows, name: str, joins_blocks: bool, known: Known) -> WholePa
 
 
 def _share_of_rows(
-    each: Rows, shape: tuple[int, ...], joins_blocks: bool, known: Known, divides: bool
+    each: OwnDTensor, shape: tuple[int, ...], joins_blocks: bool, known: Known, divides: bool
 ) -> tuple[Communicator, Cut]:
     mesh, param = each.mesh, each.param.sharded
     dims = _dims(mesh, divides=divides, joins_blocks=joins_blocks)
@@ -138,7 +138,7 @@ def _share_of_rows(
     if joins_blocks or each.block is None:
         return comm, _block_cut(comm, param, known)
     sizes = (shape[each.dim], *shape[: each.dim], *shape[each.dim + 1 :])  # chunks are of the first dimension
-    boxes, lattice = {}, mesh.lattice(*dims)
+    boxes, lattice = {}, mesh.ranks_by_dim(*dims)
     for shard in range(mesh.shard.size):
         box = chunk_box(sizes, mesh.shard.size, shard)
         if box is not None and box.numel:

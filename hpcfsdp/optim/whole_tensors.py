@@ -26,7 +26,7 @@ from hpcfsdp.state.model import communicator_of, named_flat_params
 from hpcfsdp.state.optim.initial import needs_closure, states_of_first_step
 from hpcfsdp.state.optim.values import digest, picklable
 from hpcfsdp.state.tensors import is_whole_state, mark_whole_state
-from hpcfsdp.units import managed
+from hpcfsdp.units.own import hidden_fqn, label
 
 Cost = Callable[[tuple[int, ...], Mapping[str, Any]], float]
 """The floating-point operations of a step of one parameter, by its whole shape and its group."""
@@ -482,7 +482,7 @@ def _whole_param(each: WholeParam, device: torch.device) -> nn.Parameter:
     """What the inner optimizer has for a parameter; its memory comes with its values."""
     data = torch.zeros((), dtype=each.param.dtype, device=device).expand(each.shape)
     whole = nn.Parameter(data, requires_grad=each.param.requires_grad)
-    managed.mark(whole, each.name, each.shape)
+    label(whole, each.name, each.shape)
     return whole
 
 
@@ -545,7 +545,7 @@ def _checked(param: Any, number: int, known: Mapping[Any, WholeParam], sharded_p
             f"WholeTensors: group {number} has a flat parameter, which has no whole tensors to step: wrap the model "
             "with use_orig_params=True"
         )
-    hidden = managed.hidden_fqn(param) if isinstance(param, nn.Parameter) else None
+    hidden = hidden_fqn(param) if isinstance(param, nn.Parameter) else None
     if hidden is not None:
         raise UsageError(
             f"WholeTensors: group {number} has {hidden!r} as it was before the model was sharded: take "

@@ -48,7 +48,7 @@ class DTensorRanks:
         """Not collective."""
         meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
         # Modules hold whole parameters after a forward.
-        meshes.update(each.param.sharded.device_mesh for unit in dtensor_units_in(model) for each in unit.rows)
+        meshes.update(each.param.sharded.device_mesh for unit in dtensor_units_in(model) for each in unit.own)
         self._meshes = _joined(meshes)
         self._groups = {m.process_group for m in model.modules() if isinstance(m, DistributedDataParallel)}
         self._has_units = bool(units_in(model))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,12 @@ from hpcfsdp.params.granularity import Granularity, GranularityOf
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.params.module_states import sync_params_and_buffers
 from hpcfsdp.params.sharded_params import Dtypes
-from hpcfsdp.units.assigned import watch_assignments
 from hpcfsdp.units.flat_unit import FlatUnit, clean_path, flat_param_name, made_inside, units_in
 from hpcfsdp.units.group_cache import GroupCache, rank_names
 from hpcfsdp.units.groups import check_apart
-from hpcfsdp.units.own import Ignored, OwnParam, OwnParams
+from hpcfsdp.units.options import UnitOptions
+from hpcfsdp.units.own import OwnParam, OwnParams
 from hpcfsdp.units.same_model import check_same_model, warn_of_values
-from hpcfsdp.units.tensor_parallel import TensorView
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 CHUNK_NUMEL = 1 << 20
@@ -34,7 +33,7 @@ ones stay in the cache between write and read. Other transports need large messa
 _WARNED = "the user has been warned"
 
 
-def sync_values(own: OwnParams, mesh: UnitMesh) -> None:
+def _sync_values(own: OwnParams, mesh: UnitMesh) -> None:
     """Collective over the unit's ranks. Broadcast the values of the first rank."""
     for dim, comm in mesh.along.items():
         if comm.size > 1:
@@ -47,29 +46,23 @@ def make_unit(
     *,
     mesh: UnitMesh,
     own: OwnParams,
-    ignored: Ignored,
-    device: torch.device | None,
-    use_orig_params: bool,
-    offload: bool,
-    mixed_precision: MixedPrecision,
-    full_precision: tuple[type[nn.Module], ...],
-    made: frozenset[str] | None,
-    granularity: Granularity | GranularityOf = 1,
+    made: Collection[str],
+    options: UnitOptions,
 ) -> FlatUnit:
     """Collective over the unit's ranks. Make the unit of a module.
 
     Args:
-        wrapper: of `module`.
-        device: to compute on; None for that of the parameters.
-        offload: keep shards in host memory.
-        full_precision: types of modules that compute in full precision.
-        made: names of parameters that were initialised here; None if all ranks have the same values.
-        granularity: what of each parameter stays on one rank.
+        wrapper: the module around `module`.
+        own: the parameters and buffers below `module`.
+        made: names of parameters and buffers that were initialised here, on this rank alone.
     """
+    if options.sync_module_states:
+        _sync_values(own, mesh)
+    granularity, mixed = options.granularity, options.mixed_precision
     if shares_memory(mesh) and granularity == 1:  # of large blocks, few would fit well into small flat parameters
         own.split(CHUNK_NUMEL)
     dtypes = [
-        dtypes_for(mixed_precision, group[0].param.dtype, isinstance(group[0].places[0][0], full_precision))
+        dtypes_for(mixed, group[0].param.dtype, isinstance(group[0].places[0][0], options.full_precision))
         for group in own.groups
     ]
     layouts = [
@@ -83,13 +76,13 @@ def make_unit(
         )
         for group, of_group in zip(own.groups, dtypes, strict=True)
     ]
-    agreed = _compare(module, own, layouts, mesh, made)
+    agreed = _compare(module, own, layouts, mesh, None if options.sync_module_states else made)
     reduce_comm = comm_for_reductions(mesh, dtypes)
     sharded_params = []
     for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
         for entry in group:
             entry.replace_dtensor()
-            entry.mark()  # while it has its shape
+            entry.label()  # while it has its shape
         flat = FlatParam(
             [entry.param for entry in group],
             layout,
@@ -97,43 +90,23 @@ def make_unit(
             reduce_comm=reduce_comm,
             replicas=mesh.replicas,
             dtypes=dtypes[index],
-            device=device,
-            use_orig_params=use_orig_params,
-            offload=offload,
+            device=options.device,
+            use_orig_params=options.use_orig_params,
+            offload=options.cpu_offload.offload_params,
             always_whole=mesh.strategy is ShardingStrategy.NO_SHARD,
         )
-        for entry in group:
-            if not use_orig_params:
+        if not options.use_orig_params:
+            for entry in group:
                 entry.deregister()
-        if not use_orig_params:
             module.register_parameter(flat_param_name(index), flat.parameter)
         sharded_params.append(flat)
     name = type(module).__name__
     for entry in own.entries:
         for place, _ in entry.places:
             _compat.refuse_parallelizing(place, functools.partial(_too_late, name, entry.fqn))
-    views = [
-        TensorView(entry.param, entry.block, mesh.tensor_mesh, entry.places, use_orig_params)
-        for entry in own.entries
-        if entry.block is not None
-    ]
-    unit = FlatUnit(
-        wrapper,
-        name,
-        sharded_params,
-        views,
-        mesh=mesh,
-        own=own,
-        ignored=ignored,
-        use_orig_params=use_orig_params,
-        mixed_precision=mixed_precision,
-        full_precision=full_precision,
-        flat_owner=module,
-    )
-    unit.marks = [(comm, mark) for comm, (mark, _) in agreed.items()]
+    unit = FlatUnit(wrapper, name, sharded_params, mesh=mesh, own=own, options=options, flat_owner=module)
+    unit.labels = [(comm, label) for comm, (label, _) in agreed.items()]
     unit.differing = next((differing for _, differing in agreed.values() if differing is not None), None)
-    for flat, group in zip(sharded_params, own.groups, strict=True):
-        watch_assignments(unit, flat, group)
     return unit
 
 
@@ -146,10 +119,10 @@ def join_tp_group(unit: FlatUnit, tensor_mesh: DeviceMesh, *, sync_module_states
     """Collective over the unit's ranks and the tensor-parallel ranks. Add these to a unit without DTensors."""
     mesh, sharded_params = unit.mesh.with_tensor(tensor_mesh), unit.sharded_params
     sharing = mesh.ranks("replicate", "shard")
-    with raise_together_over(mesh.lines()):
+    with raise_together_over(mesh.subgroups()):
         check_apart(f"the unit around {unit.name}", tensor_mesh, unit.name, sharing)
     trained = [flat.requires_grad for flat in sharded_params]
-    with raise_together_over(unit.mesh.lines()):
+    with raise_together_over(unit.mesh.subgroups()):
         check_same_model(mesh.tensor, [flat.layout for flat in sharded_params], trained, mesh.ranks("tensor"))
     if sync_module_states:
         shards = [flat.parameter.data.clone() for flat in sharded_params]  # shared memory cannot receive
@@ -176,12 +149,12 @@ def _compare(
     own: OwnParams,
     layouts: Sequence[FlatLayout],
     mesh: UnitMesh,
-    made: frozenset[str] | None,
+    made: Collection[str] | None,
 ) -> dict[Communicator, tuple[str, str | None]]:
     """Collective over the unit's ranks. Refuse different parameters, and units inside that ranks made otherwise."""
     trained = [group[0].param.requires_grad for group in own.groups]
     counted = {entry.fqn: entry.counted_fqn for entry in own.entries}
-    comms: list[Communicator] = mesh.lines()
+    comms: list[Communicator] = mesh.subgroups()
     agreed: dict[Communicator, tuple[str, str | None]] = {}
     for comm in comms:
         is_tensor = comm is mesh.tensor  # each has another block

@@ -47,7 +47,7 @@ def clip_model_grads(root: FlatUnit, max_norm: float, norm_type: float) -> torch
             if param.grad is not None:
                 copies, grad = replicated_grad(param, root.mesh)
                 shares.setdefault(num_ranks * copies, []).append(grad)
-    norm = clip_grad_norm(list(params), shares.items(), root.mesh.lines(), max_norm, norm_type)
+    norm = clip_grad_norm(list(params), shares.items(), root.mesh.subgroups(), max_norm, norm_type)
     for param in params:
         note_unchanged(param.grad)
     return norm

@@ -1,27 +1,49 @@
-"""``copy.deepcopy`` of a wrapped model: shards are copied, nothing is gathered, and the copy trains by itself."""
+"""``copy.deepcopy`` of sharded models: shards are copied, nothing is gathered, and the copy trains by itself.
+
+As for other modules, gradients and hooks on parameters are not copied. Communicators are shared.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from hpcfsdp.params.flat_param import FlatParam
-from hpcfsdp.units.assigned import watch_assignments
+from hpcfsdp.params.storage import nothing_of
+from hpcfsdp.units.dtensor_unit import DTensorUnit, dtensor_unit_of, dtensor_units_in
 from hpcfsdp.units.flat_unit import WRAPPED, FlatUnit, units_in
 from hpcfsdp.units.guard import guard_modules
-from hpcfsdp.units.own import Ignored, OwnParam, OwnParams
-from hpcfsdp.units.same_model import new_mark
+from hpcfsdp.units.options import Ignored
+from hpcfsdp.units.own import UNIT, OwnParam, OwnParams, label
+from hpcfsdp.units.same_model import new_label
 
 Memo = dict[int, Any]
+Places = Sequence[tuple[nn.Module, str]]
+
+_CHOICES_FLAT = "reshard_choice", "state_dict_settings", "differing", "computes_in_full"
+_CHOICES_DTENSOR = (
+    *("reshard_choice", "reshard_after_backward", "unshards_in_backward", "keeps_back"),
+    *("output_dtype", "gather", "separate_reductions"),
+)
+"""What a program chooses for a unit after its construction. Choices of units to prefetch are not copied."""
+
+
+def _copy_places(places: Places, memo: Memo) -> list[tuple[nn.Module, str]]:
+    return [(copy.deepcopy(module, memo), name) for module, name in places]
+
+
+def _copy_attributes(unit: Any, made: Any, names: Iterable[str]) -> None:
+    for name in names:
+        setattr(made, name, getattr(unit, name))
 
 
 def copy_wrapper(unit: FlatUnit, memo: Memo) -> nn.Module:
-    """Collective over the ranks of the units in a wrapper. A copy with shards, views and hooks of its own.
-
-    As for other modules, gradients and hooks on parameters are not copied. Communicators are shared.
+    """Collective over the ranks of the units in a wrapper. Copy it, with shards, views and hooks of its own.
 
     Raises:
         EngineError: a forward or backward is running, or parameters are summoned.
@@ -29,14 +51,15 @@ def copy_wrapper(unit: FlatUnit, memo: Memo) -> nn.Module:
     wrapper = unit.wrapper
     for inner in units_in(wrapper):
         inner.check_at_rest("copy.deepcopy")
-    made = wrapper.__class__.__new__(wrapper.__class__)
-    memo[id(wrapper)] = made
+    made = memo[id(wrapper)] = wrapper.__class__.__new__(wrapper.__class__)
+    copied = memo[id(unit)] = object.__new__(FlatUnit)  # hooks of modules ask for it
     sharded_params = [_copy_flat(flat, memo) for flat in unit.sharded_params]
     module = copy.deepcopy(unit.module, memo)  # inner units, too
-    copied = {"_modules": {WRAPPED: module}, "_unit": _copy_unit(unit, made, sharded_params, memo)}
+    _fill_flat_unit(unit, copied, made, sharded_params, memo)
+    new = {"_modules": {WRAPPED: module}, "_unit": copied}
     for name, value in wrapper.__dict__.items():
-        made.__dict__[name] = copied[name] if name in copied else copy.deepcopy(value, memo)
-    guard_modules(made.__dict__["_unit"])  # copies of the guard's hooks are inert
+        made.__dict__[name] = new[name] if name in new else copy.deepcopy(value, memo)
+    guard_modules(copied, is_copy=True)
     return made
 
 
@@ -53,51 +76,70 @@ def _copy_flat(flat: FlatParam, memo: Memo) -> FlatParam:
     return made
 
 
-def _copy_own(own: OwnParams, memo: Memo) -> OwnParams:
+def _fill_flat_unit(
+    unit: FlatUnit, made: FlatUnit, wrapper: nn.Module, sharded_params: list[FlatParam], memo: Memo
+) -> None:
+    """Collective over the ranks of the unit."""
+
     def entry_of(entry: OwnParam) -> OwnParam:
-        places = [(copy.deepcopy(module, memo), name) for module, name in entry.places]
-        return replace(entry, param=memo[id(entry.param)], places=places)
+        return replace(entry, param=memo[id(entry.param)], places=_copy_places(entry.places, memo))
 
-    groups = [[entry_of(entry) for entry in group] for group in own.groups]
-    buffers = [memo.get(id(buffer), buffer) for buffer in own.buffers]
-    return OwnParams(groups, buffers, list(own.buffer_fqns))
-
-
-def _copy_unit(unit: FlatUnit, wrapper: nn.Module, sharded_params: list[FlatParam], memo: Memo) -> FlatUnit:
-    views = []
-    for view in unit.views:
-        places = [(copy.deepcopy(module, memo), name) for module, name in view.places]
-        views.append(replace(view, leaf=memo[id(view.leaf)], places=places))
-    made = FlatUnit(
+    groups = [[entry_of(entry) for entry in group] for group in unit.own.groups]
+    buffers = [memo.get(id(buffer), buffer) for buffer in unit.own.buffers]
+    ignored = (frozenset(memo.get(id(each), each) for each in kind) for kind in vars(unit.options.ignored).values())
+    made.__init__(  # type: ignore[misc]
         wrapper,
         unit.name,
         sharded_params,
-        views,
         mesh=unit.mesh,
-        own=_copy_own(unit.own, memo),
-        ignored=_copy_ignored(unit.ignored, memo),
-        use_orig_params=unit.use_orig_params,
-        mixed_precision=unit.mixed_precision,
-        full_precision=unit.full_precision,
+        own=OwnParams(groups, buffers, list(unit.own.buffer_fqns)),
+        options=replace(unit.options, ignored=Ignored(*ignored)),
         flat_owner=copy.deepcopy(unit.flat_owner, memo),
     )
-    made.marks = [(comm, new_mark(comm)) for comm, _ in unit.marks]
-    made.reshard_choice = unit.reshard_choice
-    made.prefetch_forward, made.prefetch_backward = unit.prefetch_forward, unit.prefetch_backward
-    made.state_dict_settings, made.differing = unit.state_dict_settings, unit.differing
-    made.computes_in_full = unit.computes_in_full
+    made.labels = [(comm, new_label(comm)) for comm, _ in unit.labels]
+    _copy_attributes(unit, made, _CHOICES_FLAT)
     made.param_names = {memo.get(id(module), module): names for module, names in unit.param_names.items()}
     for own, copied in ((unit.buffer_dtypes, made.buffer_dtypes), (unit.lowered_buffers, made.lowered_buffers)):
         copied.update(((memo.get(id(module), module), name), dtype) for (module, name), dtype in own.items())
     for grad, other in zip(unit.grads, made.grads, strict=True):
         other.comm_hook = grad.comm_hook
-    for flat, group in zip(sharded_params, made.own.groups, strict=True):
-        watch_assignments(made, flat, group)
+
+
+def copy_fully_sharded(module: nn.Module, memo: Memo) -> nn.Module:
+    """Not collective. Copy a module that was given to ``fully_shard``, with rows, unit and hooks of its own.
+
+    Raises:
+        EngineError: a forward or backward is running.
+    """
+    unit = dtensor_unit_of(module)
+    assert unit is not None
+    for inner in dtensor_units_in(module):
+        inner.check_at_rest("copy.deepcopy")
+    made = memo[id(module)] = object.__new__(type(module))
+    is_first = id(unit) not in memo
+    copied = memo.setdefault(id(unit), object.__new__(DTensorUnit))  # hooks of modules ask for it
+    # One that copies itself, as a parametrized module, may refuse to give its state.
+    copies_itself = hasattr(super(FSDPModule, module), "__deepcopy__")
+    state = dict(vars(module) if copies_itself else module.__getstate__())
+    del state[UNIT]
+    made.__setstate__(copy.deepcopy(state, memo))
+    made.__dict__[UNIT] = copied
+    if is_first:
+        _fill_dtensor_unit(unit, copied, memo)
     return made
 
 
-def _copy_ignored(ignored: Ignored, memo: Memo) -> Ignored:
-    def copied(entries: frozenset[Any]) -> frozenset[Any]:
-        return frozenset(memo.get(id(entry), entry) for entry in entries)
-
-    return Ignored(copied(ignored.modules), copied(ignored.params), copied(ignored.buffers))
+def _fill_dtensor_unit(unit: DTensorUnit, made: DTensorUnit, memo: Memo) -> None:
+    modules = [copy.deepcopy(module, memo) for module in unit.modules]
+    own = []
+    for each in unit.own:
+        sharded = copy.deepcopy(each.param.sharded, memo)
+        leaf = nn.Parameter(nothing_of(each.shape, sharded.dtype, unit.device), requires_grad=sharded.requires_grad)
+        label(leaf, each.fqn, tuple(sharded.shape), hidden=True)
+        places = _copy_places(each.param.places, memo)
+        own.append(replace(each, param=replace(each.param, sharded=sharded, leaf=leaf, places=places)))
+    made.__init__(unit.name, modules, own, mesh=unit.mesh, options=unit.options)  # type: ignore[misc]
+    made.label_params()
+    _copy_attributes(unit, made, _CHOICES_DTENSOR)
+    made.reduce_options = replace(unit.reduce_options)
+    made.uninitialised = [(fqn, memo.get(id(module), module), name) for fqn, module, name in unit.uninitialised]

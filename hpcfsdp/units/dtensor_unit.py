@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp import _compat
@@ -23,20 +22,21 @@ from hpcfsdp.params.layout import TensorBlock, contiguous_strides
 from hpcfsdp.params.sharded_params import Dtypes
 from hpcfsdp.params.storage import nothing_of
 from hpcfsdp.reshard.operations import complete_operations_on
-from hpcfsdp.units import managed, optimizer_check
 from hpcfsdp.units.build import CHUNK_NUMEL, comm_for_reductions, dtypes_for, shares_memory
-from hpcfsdp.units.flat_unit import UNIT, ModelUnit
+from hpcfsdp.units.flat_unit import ModelUnit
 from hpcfsdp.units.group_cache import rank_names
+from hpcfsdp.units.guard import UnitHooks
 from hpcfsdp.units.materialize import refuse_uninitialised
-from hpcfsdp.units.own import OwnParam
+from hpcfsdp.units.options import UnitOptions
+from hpcfsdp.units.own import UNIT, OwnParam, label, label_replaced, retire
 from hpcfsdp.units.same_model import check_same_model
 from hpcfsdp.units.tensor_parallel import TensorView
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 
 @dataclass(eq=False)
-class Rows:
-    """A parameter of a ``DTensorUnit``.
+class OwnDTensor:
+    """A parameter that a ``DTensorUnit`` owns.
 
     Attributes:
         fqn: its name in the unit; `aliases` are others.
@@ -62,9 +62,8 @@ class DTensorUnit(ModelUnit):
     replaced: ``prepare`` makes new memory then, and moves the rows there.
 
     Attributes:
-        rows: its parameters.
+        own: its parameters.
         device: of the computation.
-        pin_memory: of offloaded rows.
         output_dtype: floating-point outputs are cast to it; None to leave them.
         gather: the user's function to gather shards; None for that of the communicator.
         separate_reductions: whether gradients are reduced by a communicator of their own on a device.
@@ -80,28 +79,25 @@ class DTensorUnit(ModelUnit):
         self,
         name: str,
         modules: Sequence[nn.Module],
-        rows: Sequence[Rows],
+        own: Sequence[OwnDTensor],
         *,
         mesh: UnitMesh,
-        mixed_precision: MixedPrecision,
-        device: torch.device,
-        pin_memory: bool,
+        options: UnitOptions,
     ) -> None:
-        super().__init__(name, (), (), holder=modules[0], mesh=mesh, mixed_precision=mixed_precision)
-        self.rows = tuple(rows)
-        self.device = device
-        self.pin_memory = pin_memory
+        super().__init__(name, (), (), holder=modules[0], mesh=mesh, options=options)
+        assert options.device is not None
+        self.own = tuple(own)
+        self.device = options.device
         self.is_stale = True
         self.uninitialised: list[tuple[str, nn.Module, str]] = []
-        self.prefetch_backward = "pre"
         self._modules = [weakref.ref(module) for module in modules]
         self._called: set[nn.Module] = set()  # in this forward
         self._current = modules[0]
         self._num_calls_of: Counter[nn.Module] = Counter()  # that expect a backward
-        holders = dict.fromkeys(place for each in rows for place, _ in each.param.places if place not in modules)
-        # Others may convert their DTensors themselves.
-        stock = [holder for holder in holders if type(holder).__module__.startswith("torch.nn.")]
-        self.guard([_compat.hooks_before_forward(holder) for holder in stock], _RefuseOutside(self))
+        # A forward that is not torch's may convert its DTensors itself.
+        inside = [holder for holder in self._holders() if holder not in modules]
+        stock = [holder for holder in inside if type(holder).forward.__module__.startswith("torch.nn.")]
+        self.guard([_compat.hooks_before_forward(each) for each in stock], _DTensorUnitHooks(self).before_forward)
 
     @property
     def module(self) -> nn.Module:
@@ -112,10 +108,23 @@ class DTensorUnit(ModelUnit):
         """All of them."""
         return [module for ref in self._modules if (module := ref()) is not None]
 
-    def mark(self) -> None:
-        """Not collective. Mark its parameters as owned by a unit. Moving them to a device takes the marks off."""
-        for each in self.rows:
-            managed.mark(each.param.sharded, each.fqn, tuple(each.param.sharded.shape))
+    def _holders(self) -> Iterable[nn.Module]:
+        """The modules that hold its parameters."""
+        return dict.fromkeys(place for each in self.own for place, _ in each.param.places)
+
+    def add_state_hooks(self) -> None:
+        """Not collective, once. Have modules hold rows while a state dict is made or loaded, and adopt new ones."""
+        hooks = _DTensorUnitHooks(self)
+        for module in self.modules:
+            module.register_load_state_dict_post_hook(hooks.after_loading)
+        for module in dict.fromkeys([*self.modules, *self._holders()]):
+            module.register_state_dict_pre_hook(hooks.before_saving)
+            module.register_load_state_dict_pre_hook(hooks.before_loading)
+
+    def label_params(self) -> None:
+        """Not collective. Label its parameters as owned by a unit. Moving them to a device takes the labels off."""
+        for each in self.own:
+            label(each.param.sharded, each.fqn, tuple(each.param.sharded.shape))
 
     def inner_units(self) -> Sequence[DTensorUnit]:
         return list(dict.fromkeys(unit for module in self.modules for unit in dtensor_units_in(module)))
@@ -127,12 +136,11 @@ class DTensorUnit(ModelUnit):
     def fits(self) -> bool:
         """Not collective, at rest. Adopt what the user has assigned. False if the memory has to be made anew."""
         if not self.values.is_unsharded:
-            for each in self.rows:
+            for each in self.own:
                 replaced = each.param.adopt_assigned(each.fqn)
                 if replaced is not None:
-                    managed.mark(each.param.sharded, each.fqn, tuple(replaced.shape))
-                    managed.replace(replaced)
-                    optimizer_check.check_again()
+                    label(each.param.sharded, each.fqn, tuple(replaced.shape))
+                    label_replaced(replaced)
         return not self.is_stale and all(flat.fits() for flat in self.sharded_params)
 
     def refresh(self) -> None:
@@ -140,7 +148,7 @@ class DTensorUnit(ModelUnit):
 
         A program may keep a state dict: it stays that of the model as long as the rows stay where they are.
         """
-        if not self.fits() and not any(each.param.local.is_meta for each in self.rows):
+        if not self.fits() and not any(each.param.local.is_meta for each in self.own):
             self.prepare()
 
     def remake(self) -> None:
@@ -151,7 +159,7 @@ class DTensorUnit(ModelUnit):
     def check_ready(self) -> None:
         """Collective over the unit's ranks, the first time since its parameters were on the meta device."""
         if self.uninitialised:
-            with raise_together_over(self.mesh.lines()):
+            with raise_together_over(self.mesh.subgroups()):
                 refuse_uninitialised(self.uninitialised)
             self.uninitialised = []
 
@@ -167,17 +175,17 @@ class DTensorUnit(ModelUnit):
             self.root = None
         if self.fits():
             return
-        with raise_together_over(self.mesh.lines()):
+        with raise_together_over(self.mesh.subgroups()):
             self._refuse_meta()
         sharded_params: list[DTensorParams] = []
-        self.marks = []
+        self.labels = []
         for mesh, group, dtypes in self._groups():
             params = [(each.fqn, each.shape, each.dim, each.aliases, each.block) for each in group]
             layout = DTensorLayout.plan(params, dtypes.param, mesh.shard.size, itemsize=dtypes.itemsize)
-            for comm in mesh.data_lines():
-                with raise_together_over(line for line in mesh.lines() if line is not comm):
-                    mark, _ = check_same_model(comm, [layout], [True], rank_names(comm))
-                self.marks.append((comm, mark))
+            for comm in mesh.data_subgroups():
+                with raise_together_over(line for line in mesh.subgroups() if line is not comm):
+                    shared, _ = check_same_model(comm, [layout], [True], rank_names(comm))
+                self.labels.append((comm, shared))
             sharded_params.append(
                 DTensorParams(
                     [each.param for each in group],
@@ -187,7 +195,7 @@ class DTensorUnit(ModelUnit):
                     replicas=mesh.replicas,
                     dtypes=dtypes,
                     device=self.device,
-                    pin_memory=self.pin_memory,
+                    pin_memory=self.options.pin_memory,
                     gather=self.gather,
                 )
             )
@@ -196,7 +204,7 @@ class DTensorUnit(ModelUnit):
         self.is_stale = False
 
     def _refuse_meta(self) -> None:
-        on_meta = [each.fqn for each in self.rows if each.param.local.is_meta]
+        on_meta = [each.fqn for each in self.own if each.param.local.is_meta]
         if on_meta:
             more = f" and {len(on_meta) - 1} more" if len(on_meta) > 1 else ""
             raise EngineError(
@@ -205,20 +213,20 @@ class DTensorUnit(ModelUnit):
                 "or load a state dict with assign=True"
             )
 
-    def _groups(self) -> Iterator[tuple[UnitMesh, list[Rows], Dtypes]]:
+    def _groups(self) -> Iterator[tuple[UnitMesh, list[OwnDTensor], Dtypes]]:
         """Parameters that are gathered together: of the same ranks, dtype, device and ``requires_grad``.
 
         Where ranks share memory, those that are cut along another dimension than the first are apart: their rows need
         memory of their own, as they are not contiguous in the whole parameter.
         """
-        found: dict[tuple[object, ...], list[Rows]] = {}
-        for each in self.rows:
+        found: dict[tuple[object, ...], list[OwnDTensor]] = {}
+        for each in self.own:
             local, apart = each.param.local, each.dim > 0 and shares_memory(each.mesh)
             key = id(each.mesh), local.dtype, local.device, each.param.sharded.requires_grad, apart
             found.setdefault(key, []).append(each)
         for group in found.values():
             mesh, dtype = group[0].mesh, group[0].param.local.dtype
-            dtypes = dtypes_for(self.mixed_precision, dtype)
+            dtypes = dtypes_for(self.options.mixed_precision, dtype)
             # Small gradient buffers stay in the cache; other transports need large messages.
             most = CHUNK_NUMEL if shares_memory(mesh) and self.reduce_options.hook is None else None
             yield from ((mesh, part, dtypes) for part in _parts(group, most))
@@ -229,7 +237,7 @@ class DTensorUnit(ModelUnit):
             for flat in sharded_params
             for param, leaf in zip(map(id, flat.params), flat.leaves, strict=True)
         }
-        for each in self.rows:
+        for each in self.own:
             if each.block is not None:
                 leaf, mesh = leaves[id(each.param)], each.mesh.tensor_mesh
                 assert mesh is not None
@@ -285,17 +293,14 @@ class DTensorUnit(ModelUnit):
         self._called.clear()
 
 
-class _RefuseOutside:
-    """Refuses calls of a module outside of its unit, where torch would refuse to compute with plain and DTensors.
+class _DTensorUnitHooks(UnitHooks):
+    """Hooks of modules that hold rows: for state dicts, and against calls of these modules alone."""
 
-    A hook before its forward. A copy of the module has an inert one.
-    """
+    _unit: Callable[[], DTensorUnit | None]
 
-    def __init__(self, unit: DTensorUnit | None = None) -> None:
-        self._unit = None if unit is None else weakref.ref(unit)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        unit = None if self._unit is None else self._unit()
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Refuse a call from outside of the unit, where torch would refuse to compute with plain and DTensors."""
+        unit = self._unit()
         is_at_rest = any(isinstance(param, DTensor) for param in module._parameters.values())
         tensors = list(tensors_in(args)) if is_at_rest else []
         if unit is not None and tensors and not any(isinstance(t, DTensor) or t.numel() == 1 for t in tensors):
@@ -305,13 +310,27 @@ class _RefuseOutside:
                 "the inner module first, as a unit of its own, or call it between unshard() and reshard() of the unit"
             )
 
-    def __reduce__(self) -> tuple[type[_RefuseOutside], tuple[()]]:
-        return _RefuseOutside, ()
+    def before_saving(self, *_arguments: Any) -> None:
+        self._reshard(meet=False)
+
+    def before_loading(self, *_arguments: Any) -> None:
+        self._reshard(meet=True)
+
+    def _reshard(self, *, meet: bool) -> None:
+        unit = self._unit()
+        if unit is not None and unit.root is not None:
+            unit.root.reshard([unit], meet=meet)
+
+    def after_loading(self, *_arguments: Any) -> None:
+        """Adopt what was assigned."""
+        unit = self._unit()
+        if unit is not None:
+            unit.refresh()
 
 
-def _parts(group: Sequence[Rows], most: int | None) -> Iterator[list[Rows]]:
+def _parts(group: Sequence[OwnDTensor], most: int | None) -> Iterator[list[OwnDTensor]]:
     """Consecutive parts of at most `most` elements, or of one parameter that has more."""
-    part: list[Rows] = []
+    part: list[OwnDTensor] = []
     held = 0
     for each in group:
         # Of the largest block: the same on all ranks.
@@ -326,7 +345,7 @@ def _parts(group: Sequence[Rows], most: int | None) -> Iterator[list[Rows]]:
 
 
 @torch.no_grad()
-def shard_rows(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device, device: torch.device) -> Rows:
+def shard_param(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device, device: torch.device) -> OwnDTensor:
     """Collective over the ranks of `mesh`, the first time. Replace a parameter by this rank's rows of it.
 
     Args:
@@ -349,19 +368,13 @@ def shard_rows(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device, de
     _compat.move_hooks(before, sharded)
     leaf = whole
     if whole.is_meta or before is not whole:
-        managed.retire(before, entry.fqn, of_whole)  # another module may hold it
+        retire(before, entry.fqn, of_whole)  # another module may hold it
         leaf = nn.Parameter(nothing_of((), whole.dtype, device), requires_grad=whole.requires_grad)
     _compat.replace_data(leaf, nothing_of(shape, whole.dtype, device))  # its memory is free
-    hide_leaf(leaf, entry.fqn, of_whole)
+    label(leaf, entry.fqn, of_whole, hidden=True)  # an optimizer may hold it
     param = DTensorParam(sharded, leaf, entry.places, is_shown_elsewhere=entry.block is not None)
     param.register(sharded)
-    return Rows(entry.fqn, entry.aliases, shape, dim, entry.block, mesh, param)
-
-
-def hide_leaf(leaf: nn.Parameter, fqn: str, shape: tuple[int, ...]) -> None:
-    """Mark the parameter that modules compute with: an optimizer may hold it."""
-    managed.mark(leaf, fqn, shape)
-    managed.hide(leaf)
+    return OwnDTensor(entry.fqn, entry.aliases, shape, dim, entry.block, mesh, param)
 
 
 def dtensor_unit_of(module: nn.Module) -> DTensorUnit | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision, StateDictSettings
+from torch.distributed.fsdp import BackwardPrefetch, StateDictSettings
 
 from hpcfsdp.comm import Communicator
 from hpcfsdp.engine.root import Root
@@ -19,16 +20,17 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.sharded_params import ShardedParams, other_in_place_of
 from hpcfsdp.units.group_cache import rank_names
-from hpcfsdp.units.own import NOTHING_IGNORED, Ignored, OwnParams
+from hpcfsdp.units.options import UnitOptions
+from hpcfsdp.units.own import UNIT, OwnParam, OwnParams, label, label_replaced
 from hpcfsdp.units.same_model import compare_units
+from hpcfsdp.units.tensor_parallel import TensorView
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 WRAPPED = "_fsdp_wrapped_module"
 """The name of the wrapped module in its wrapper."""
 
 
-UNIT = "_hpcfsdp_unit"
-"""The attribute of a module that was given to ``fully_shard`` with its unit."""
+_PREFETCHES = {BackwardPrefetch.BACKWARD_PRE: "pre", BackwardPrefetch.BACKWARD_POST: "post", None: None}
 
 
 def flat_param_name(index: int) -> str:
@@ -41,23 +43,19 @@ class ModelUnit(Unit):
 
     Attributes:
         mesh: its ranks.
-        mixed_precision: never None.
+        options: what the program has chosen for it.
         root: of all units under the outermost one, None until that is first called.
         is_root: whether it is the outermost one.
         reshard_choice: the user's for ``reshard_after_forward``; None: that of the strategy, and False for the root.
         streams: the queues that it shares with other outermost units; None for queues of its own.
-        full_precision: classes of modules that compute in full precision all the same.
-        ignored: what it does not manage.
         buffer_dtypes: original dtypes of buffers that mixed precision has cast, by module and name.
-        marks: by which ranks know that they have made it, or its memory, together; with the ranks.
+        labels: names by which ranks know that they have made it, or its memory, together; with the ranks.
     """
 
     root: Root | None = None
     is_root = False
     reshard_choice: bool | None = None
     streams: Streams | None = None
-    full_precision: tuple[type[nn.Module], ...] = ()
-    ignored: Ignored = NOTHING_IGNORED
 
     def __init__(
         self,
@@ -67,13 +65,15 @@ class ModelUnit(Unit):
         *,
         holder: nn.Module,
         mesh: UnitMesh,
-        mixed_precision: MixedPrecision,
+        options: UnitOptions,
     ) -> None:
         super().__init__(name, sharded_params, views)
         self.mesh = mesh
-        self.mixed_precision = mixed_precision
+        self.options = options
+        self.prefetch_forward = options.forward_prefetch
+        self.prefetch_backward = _PREFETCHES[options.backward_prefetch]
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
-        self.marks: list[tuple[Communicator, str]] = []
+        self.labels: list[tuple[Communicator, str]] = []
         self._holder = weakref.ref(holder)  # it holds the unit
 
     @property
@@ -108,8 +108,8 @@ class ModelUnit(Unit):
             DisagreementError: on all ranks; names both units.
         """
         units = self.inner_units()
-        others = [comm for unit in units for comm, _ in unit.marks]  # some may be shared by other ranks
-        for comm in dict.fromkeys([*self.mesh.data_lines(), *others]):
+        others = [comm for unit in units for comm, _ in unit.labels]  # some may be shared by other ranks
+        for comm in dict.fromkeys([*self.mesh.data_subgroups(), *others]):
             if comm.size > 1:
                 compare_units(comm.all_gather_object(made_inside(self.wrapper, comm)), rank_names(comm))
 
@@ -172,30 +172,31 @@ class FlatUnit(ModelUnit):
         wrapper: nn.Module,
         name: str,
         sharded_params: Sequence[FlatParam],
-        views: Sequence[ComputedView],
         *,
         mesh: UnitMesh,
         own: OwnParams,
-        ignored: Ignored,
-        use_orig_params: bool,
-        mixed_precision: MixedPrecision,
-        full_precision: tuple[type[nn.Module], ...],
+        options: UnitOptions,
         flat_owner: nn.Module,
     ) -> None:
-        super().__init__(name, sharded_params, views, holder=wrapper, mesh=mesh, mixed_precision=mixed_precision)
+        views = [
+            TensorView(entry.param, entry.block, mesh.tensor_mesh, entry.places, options.use_orig_params)
+            for entry in own.entries
+            if entry.block is not None
+        ]
+        super().__init__(name, sharded_params, views, holder=wrapper, mesh=mesh, options=options)
         self.own = own
-        self.ignored = ignored
-        self.use_orig_params = use_orig_params
-        self.full_precision = full_precision
         self.flat_owner = flat_owner
         self.param_names: dict[nn.Module, tuple[str, ...]] = {}
         self._is_shown = False
         # Where modules find original parameters: registered ones, or attributes.
         self._originals: list[tuple[dict[str, Any], dict[str, Any], str, nn.Parameter]] = []
-        for entry in sorted(own.entries, key=lambda entry: entry.index) if not use_orig_params else ():
+        for entry in sorted(own.entries, key=lambda entry: entry.index) if not options.use_orig_params else ():
             self._originals += [(place._parameters, vars(place), name, entry.param) for place, name in entry.places]
         self._flat_names = [flat_param_name(index) for index in range(len(sharded_params))]
         self.lowered_buffers: dict[tuple[nn.Module, str], torch.dtype] = {}
+        for flat, group in zip(sharded_params, own.groups, strict=True):
+            flat.places = [entry.places for entry in group]
+            flat.on_assigned = functools.partial(_adopt_assigned, weakref.ref(self), weakref.ref(flat), group)
 
     sharded_params: tuple[FlatParam, ...]
 
@@ -213,7 +214,7 @@ class FlatUnit(ModelUnit):
             self._is_shown = True
             replaced: str | None = None
             for name, flat in zip(self._flat_names, self.sharded_params):  # noqa: B905 (in each call of a unit)
-                if self.use_orig_params:
+                if self.options.use_orig_params:
                     replaced = flat.assigned_name() or replaced
                 elif self.flat_owner._parameters.pop(name, None) is not flat.parameter:
                     replaced = name
@@ -225,7 +226,7 @@ class FlatUnit(ModelUnit):
         super().show()
 
     def lend(self, *, stays: bool) -> None:
-        if self.use_orig_params and not stays:
+        if self.options.use_orig_params and not stays:
             self.unbind()  # what modules register and compute with are the same objects
 
     def hide(self) -> None:
@@ -239,24 +240,58 @@ class FlatUnit(ModelUnit):
                 self.flat_owner._parameters[name] = flat.parameter
 
 
+def _adopt_assigned(
+    unit_ref: weakref.ref[FlatUnit], flat_ref: weakref.ref[FlatParam], entries: Sequence[OwnParam]
+) -> None:
+    """Not collective. Adopt parameters that the program has assigned to modules at rest, ``module.weight = other``.
+
+    With `use_orig_params` an assigned parameter becomes the leaf, as in torch's FSDP.
+
+    Raises:
+        EngineError: without `use_orig_params`; a tied parameter was replaced in one of its places alone; the assigned
+            one has another number of elements than this rank's run.
+    """
+    unit, flat = unit_ref(), flat_ref()
+    if unit is None or flat is None or unit.training_state is not TrainingState.IDLE:
+        return
+    for index, entry in enumerate(entries):
+        held = [module._parameters.get(name) for module, name in entry.places]
+        assigned = next((param for param in held if param is not None and param is not entry.param), None)
+        if assigned is None:
+            continue
+        what = f"{unit.name}: another parameter of shape {tuple(assigned.shape)} was assigned to {entry.fqn!r}"
+        if not flat.use_orig_params:
+            raise EngineError(
+                f"{what}, which is part of a flat parameter: assign it within "
+                "FullyShardedDataParallel.summon_full_params(model), or wrap with use_orig_params=True"
+            )
+        if any(param is not assigned for param in held):
+            places = ", ".join(map(repr, (entry.fqn, *entry.aliases)))
+            raise EngineError(f"{what}, which is tied: assign the same parameter to all of {places}")
+        if unit.views and entry.block is not None:
+            raise EngineError(
+                f"{what}, which is tensor-parallel: assign it within FullyShardedDataParallel.summon_full_params(model)"
+            )
+        flat.replace_leaf(index, assigned)
+        unit.look_at_leaves()
+        label_replaced(entry.param)
+        label(assigned, entry.fqn, flat.layout.slots[index].whole_shape)
+        entry.param = assigned
+
+
 def made_inside(module: nn.Module, comm: Communicator) -> list[tuple[str, str]]:
-    """The names of all units within a module, itself included, with the marks of those made by the ranks of `comm`."""
+    """The names of all units within a module, itself included, with the labels of those made by the ranks of `comm`."""
     found: dict[ModelUnit, str] = {}
     for name, inner in module.named_modules():
         unit = inner.__dict__.get(UNIT) or inner.__dict__.get("_unit")
         if isinstance(unit, ModelUnit):
             found.setdefault(unit, clean_path(name) or unit.name)
-    return [(name, " ".join(mark for ranks, mark in unit.marks if ranks == comm)) for unit, name in found.items()]
+    return [(name, " ".join(label for ranks, label in unit.labels if ranks == comm)) for unit, name in found.items()]
 
 
 def clean_path(name: str) -> str:
     """The name of a module without those of wrappers."""
     return ".".join(part for part in name.split(".") if part != WRAPPED)
-
-
-def is_unit(module: nn.Module) -> bool:
-    """Whether a module has a unit of either kind: its parameters are managed."""
-    return UNIT in module.__dict__ or isinstance(module.__dict__.get("_unit"), ModelUnit)
 
 
 def unit_of(module: nn.Module) -> FlatUnit | None:

@@ -18,10 +18,10 @@ from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator, communicator_for, raise_together_over
 from hpcfsdp.comm.mesh import plan_mesh
 from hpcfsdp.errors import DisagreementError, LaunchError, ShardingError
-from hpcfsdp.units import managed
 from hpcfsdp.units.flat_unit import units_in
 from hpcfsdp.units.group_cache import GroupCache
-from hpcfsdp.units.unit_mesh import UnitMesh
+from hpcfsdp.units.own import unit_fqn
+from hpcfsdp.units.unit_mesh import UnitMesh, describe_mesh
 from hpcfsdp.world import current_world
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, _compat.hybrid_shard_zero2())
@@ -201,7 +201,7 @@ def with_dtensors(mesh: UnitMesh, module: nn.Module, ignored: Collection[torch.T
             rank, or on ranks over which the unit is sharded.
     """
     sharing = mesh.ranks("replicate", "shard") if dist.is_initialized() else ()
-    with raise_together_over(mesh.lines()):
+    with raise_together_over(mesh.subgroups()):
         tensor_mesh = _tensor_mesh(module, sharing, ignored)
     return mesh.with_tensor(tensor_mesh)
 
@@ -211,7 +211,7 @@ def _tensor_mesh(module: nn.Module, sharing: Sequence[int], ignored: Collection[
     named = [
         (fqn, param)
         for fqn, param in module.named_parameters()
-        if isinstance(param, DTensor) and managed.unit_fqn(param) is None
+        if isinstance(param, DTensor) and unit_fqn(param) is None
     ]
     if any(param not in ignored for _, param in named):
         named = [(fqn, param) for fqn, param in named if param not in ignored]
@@ -252,8 +252,3 @@ def check_apart(what: str, mesh: DeviceMesh, unit: str, sharing: Sequence[int]) 
             f"{both} of them: make one mesh, such as hpcfsdp.init().mesh(shard=None, tensor=2), parallelize over "
             "mesh['tensor'], and pass device_mesh=mesh['shard']"
         )
-
-
-def describe_mesh(mesh: DeviceMesh) -> str:
-    """Its ranks and dimensions, for a message."""
-    return f"{mesh.mesh.tolist()}" + (f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else "")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from hpcfsdp import _compat
 from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.errors import EngineError, StateDictError
-from hpcfsdp.units.flat_unit import FlatUnit
+from hpcfsdp.units.flat_unit import FlatUnit, ModelUnit
 
 _INSTEAD = (
     "call {0}() of the FullyShardedDataParallel around the whole model, on all ranks, or call it within "
@@ -21,22 +21,28 @@ _INSTEAD = (
 )
 
 
-class _Guard:
-    """Hooks of the modules that hold the parameters of a unit. They raise while these parameters are not whole.
+class UnitHooks:
+    """Hooks of modules that hold the parameters of a unit.
 
-    A copy of a module is not sharded, so a copy of the guard is inert.
+    With a copy of the unit they are copied for that unit. In a copy or pickle of a module alone, which has no unit,
+    they do nothing.
     """
 
-    def __init__(self, unit: FlatUnit | None = None) -> None:
+    def __init__(self, unit: ModelUnit | None = None) -> None:
         self._is_inert = unit is None
-        if unit is not None:
-            self._unit = weakref.ref(unit)  # a strong reference would be a cycle
-            blocks = [entry.block for entry in unit.own.entries]
-            self._stays_whole = (
-                unit.mesh.strategy is ShardingStrategy.NO_SHARD
-                and unit.use_orig_params
-                and all(block is None or block.is_whole for block in blocks)
-            )
+        self._unit: Callable[[], Any] = (lambda: None) if unit is None else weakref.ref(unit)  # no cycle
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
+        return type(self)(memo.get(id(self._unit())))
+
+    def __reduce__(self) -> tuple[type[UnitHooks], tuple[()]]:
+        return type(self), ()
+
+
+class _FlatUnitHooks(UnitHooks):
+    """Hooks that raise while the parameters of a ``FlatUnit`` are not whole."""
+
+    _stays_whole = False
 
     def before_saving(self, module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         """Called by ``nn.Module.state_dict``."""
@@ -67,35 +73,34 @@ class _Guard:
                 "the units inside through their wrappers"
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
-        unit = None if self._is_inert else self._unit()
-        if (unit is None or id(unit.wrapper) not in memo) and not self._shows_whole(reading=True):
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
+        if id(self._unit()) not in memo and not self._shows_whole(reading=True):
             self._refuse(
                 "the parameters of a module within a FullyShardedDataParallel are sharded, and a copy of the module "
                 "alone would hold this rank's part as if it were the whole: copy the FullyShardedDataParallel around "
                 "it on all ranks, or the plain module before wrapping it, or copy it within summon_full_params"
             )
-        return _Guard()
+        made = cast(_FlatUnitHooks, super().__deepcopy__(memo))
+        made._stays_whole = self._stays_whole
+        return made
 
-    def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
+    def __reduce__(self) -> tuple[type[UnitHooks], tuple[()]]:
         if not self._shows_whole(reading=True):
             self._refuse(
                 "the parameters of a module within a FullyShardedDataParallel are sharded, and a pickle of the "
                 "module would hold this rank's part as if it were the whole: save the state_dict() of the wrapped "
                 "model, or save the model with hpcfsdp.checkpoint"
             )
-        return _Guard, ()
+        return super().__reduce__()
 
     def _shows_whole(self, *, reading: bool) -> bool:
         """Whether the module holds whole parameters under their names; in a forward they can only be read."""
-        if self._is_inert or self._stays_whole:
-            return True
         unit = self._unit()
         if unit is None:
-            return False
-        if unit.shows_state or unit.training_state is TrainingState.SUMMON:
+            return self._is_inert or self._stays_whole
+        if unit.shows_state or unit.training_state is TrainingState.SUMMON or self._stays_whole:
             return True
-        return reading and unit.use_orig_params and self._is_unsharded()
+        return reading and unit.options.use_orig_params and self._is_unsharded()
 
     def _is_unsharded(self) -> bool:
         unit = self._unit()
@@ -107,16 +112,21 @@ class _Guard:
         raise StateDictError(f"{name}{message}")
 
 
-def guard_modules(unit: FlatUnit) -> None:
-    """Register the guard's hooks in the modules of a unit's parameters."""
+def guard_modules(unit: FlatUnit, *, is_copy: bool = False) -> None:
+    """Not collective. Register the hooks in the modules of a unit's parameters; a copy has those before state dicts."""
     modules = {place: None for entry in unit.own.entries for place, _ in entry.places}
     if unit.own.entries:
         modules[unit.module] = None  # holds the flat parameters
-    guard = _Guard(unit)
-    for module in modules:
-        module.register_state_dict_pre_hook(guard.before_saving)
-        module.register_load_state_dict_pre_hook(guard.before_loading)
-    unit.guard([_compat.hooks_before_forward(module) for module in modules], guard.before_forward)
+    hooks = _FlatUnitHooks(unit)
+    blocks = [entry.block for entry in unit.own.entries]
+    is_replicated = unit.mesh.strategy is ShardingStrategy.NO_SHARD
+    hooks._stays_whole = (
+        is_replicated and unit.options.use_orig_params and all(block is None or block.is_whole for block in blocks)
+    )
+    for module in modules if not is_copy else ():
+        module.register_state_dict_pre_hook(hooks.before_saving)
+        module.register_load_state_dict_pre_hook(hooks.before_loading)
+    unit.guard([_compat.hooks_before_forward(module) for module in modules], hooks.before_forward)
 
 
 @contextmanager
@@ -148,7 +158,7 @@ def _mistaken(unit: FlatUnit, call: _compat.StockCall) -> str | None:
     if call.has_optimizers:
         return "the shards that the optimizer steps as whole parameters"
     if call.function.startswith("set_"):
-        has_sharded_params = not unit.use_orig_params and bool(unit.sharded_params)
+        has_sharded_params = not unit.options.use_orig_params and bool(unit.sharded_params)
         return "flat parameters as the model's own" if call.options.full_state_dict and has_sharded_params else None
     is_frozen = call.options.ignore_frozen_params and not all(
         param.requires_grad for param in unit.wrapper.parameters()

@@ -39,7 +39,7 @@ def become_root(unit: ModelUnit) -> Root:
     # A module in several units has its buffers cast once, and a unit may have been a root before.
     dtypes = {place: dtype for each in units for place, dtype in each.buffer_dtypes.items()}
     for each in units:
-        mixed = each.mixed_precision
+        mixed = each.options.mixed_precision
         each.is_root = each is unit
         each.choose_reshard()
         each.name = clean_path(names.get(each.wrapper, "")) or each.name
@@ -47,10 +47,7 @@ def become_root(unit: ModelUnit) -> Root:
         cast_inputs = mixed.cast_root_forward_inputs if each is unit else mixed.cast_forward_inputs
         each.input_dtype = mixed.param_dtype if cast_inputs else None
         if mixed.buffer_dtype is not None:
-            before = cast_buffers(
-                each.module, mixed.buffer_dtype, each.full_precision, ignored=each.ignored.buffers, cast=cast
-            )
-            dtypes = {**before, **dtypes}
+            dtypes = {**cast_buffers(each.module, each.options, cast), **dtypes}
     host = GroupCache.current().host_of(unit.comm) if dist.is_initialized() else None
     label, number = (host or unit.comm).broadcast_object((uuid.uuid4().hex, next(_numbers)))
     lines = None if unit.mesh.data is None else (unit.mesh.shard, unit.mesh.replicas)

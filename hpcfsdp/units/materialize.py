@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from hpcfsdp.errors import EngineError
 from hpcfsdp.reshard.whole import fill_block
-from hpcfsdp.units.flat_unit import is_unit
-from hpcfsdp.units.own import NOTHING_IGNORED, Ignored
+from hpcfsdp.units.options import NOTHING_IGNORED, Ignored
+from hpcfsdp.units.own import is_unit
 
 _WITHOUT_VALUES = {
     torch.empty,

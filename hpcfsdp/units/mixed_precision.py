@@ -1,17 +1,17 @@
-"""Mixed precision of modules: buffers, and modules that stay in full precision."""
+"""Mixed precision of modules: buffers, modules that stay in full precision, and full precision in eval mode."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
 
 from hpcfsdp.engine.nested import cast_forward_inputs, tensors_in
-from hpcfsdp.units.flat_unit import unit_of
+from hpcfsdp.units.flat_unit import FlatUnit, unit_of, units_in
+from hpcfsdp.units.options import UnitOptions
 
 
 def modules_outside(root: nn.Module) -> Iterator[nn.Module]:
@@ -53,17 +53,11 @@ def _cast_back(module: nn.Module, _args: Any, outputs: Any) -> Any:
 
 
 def cast_buffers(
-    root: nn.Module,
-    dtype: torch.dtype,
-    classes: tuple[type[nn.Module], ...],
-    *,
-    ignored: Set[torch.Tensor],
-    cast: dict[torch.Tensor, torch.Tensor],
+    root: nn.Module, options: UnitOptions, cast: dict[torch.Tensor, torch.Tensor]
 ) -> dict[tuple[nn.Module, str], torch.dtype]:
-    """Cast the floating-point buffers below `root`, outside of units and of modules of `classes`.
+    """Cast the floating-point buffers below `root`, outside of units, to the buffer dtype of its options.
 
     Args:
-        ignored: buffers that are not cast.
         cast: buffers cast earlier, with the results; added to. So a buffer registered in several places stays one.
 
     Returns:
@@ -71,21 +65,53 @@ def cast_buffers(
     """
     before: dict[tuple[nn.Module, str], torch.dtype] = {}
     modules = list(modules_outside(root))
-    kept = {buffer for module in modules if isinstance(module, classes) for buffer in module.buffers()}
+    in_full = [module for module in modules if isinstance(module, options.full_precision)]
+    kept = options.ignored.buffers.union(*(module.buffers() for module in in_full))
     for module in modules:
         for name, buffer in module._buffers.items():
-            if buffer is None or not buffer.is_floating_point() or buffer in kept or buffer in ignored:
+            if buffer is None or not buffer.is_floating_point() or buffer in kept:
                 continue
             before.setdefault((module, name), buffer.dtype)
             if buffer not in cast:
-                cast[buffer] = buffer.to(dtype)
+                cast[buffer] = buffer.to(options.mixed_precision.buffer_dtype)
                 cast.setdefault(cast[buffer], cast[buffer])
             module._buffers[name] = cast[buffer]
     return before
 
 
-def ignored_classes(precision: MixedPrecision | None) -> tuple[type[nn.Module], ...]:
-    """The classes of modules that stay in full precision; none without lower dtypes."""
-    if precision is None or not any((precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)):
-        return ()
-    return tuple(precision._module_classes_to_ignore)
+def follow_eval_mode(root: FlatUnit) -> None:
+    """Collective over the units' ranks, at rest. Have units compute in the dtype of their shards in eval mode.
+
+    ``FSDP_USE_FULL_PREC_IN_EVAL`` asks for it.
+
+    Args:
+        root: the unit that is called. Its mode decides about all buffers, as in torch's FSDP.
+    """
+    for unit in units_in(root.wrapper):
+        full, mixed = not unit.module.training, unit.options.mixed_precision
+        casts = mixed.cast_root_forward_inputs if unit is root else mixed.cast_forward_inputs
+        unit.input_dtype = mixed.param_dtype if casts and not full else None
+        if full == unit.computes_in_full:
+            continue
+        if unit.root is not None:
+            unit.root.rest()
+        for flat in unit.sharded_params:
+            flat.compute_in(flat.dtypes.param if full else flat.dtypes.compute)
+        unit.computes_in_full = full
+    _cast_buffers(root, full=not root.module.training)
+
+
+def _cast_buffers(root: FlatUnit, *, full: bool) -> None:
+    """Give buffers that mixed precision has cast their original dtypes if `full`, else the lower ones again."""
+    lowered = root.lowered_buffers
+    if full == bool(lowered):
+        return
+    wanted = dict(root.buffer_dtypes) if full else dict(lowered)
+    lowered.clear()
+    cast: dict[torch.Tensor, torch.Tensor] = {}
+    for (module, name), dtype in wanted.items():
+        buffer = module._buffers.get(name)
+        if buffer is not None and buffer.is_floating_point():
+            if full:
+                lowered[module, name] = buffer.dtype
+            module._buffers[name] = cast.setdefault(buffer, buffer.to(dtype))

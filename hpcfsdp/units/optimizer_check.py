@@ -22,12 +22,12 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.params.flat_param import flat_params
 from hpcfsdp.params.granularity import block_numel
 from hpcfsdp.units.local_clip import look_for_local_clipping
-from hpcfsdp.units.managed import hidden_fqn, is_replaced, whole_shape
 from hpcfsdp.units.optimizer_probe import Split, check_on_shards, cut_runs, whole_runs
+from hpcfsdp.units.own import hidden_fqn, is_replaced, num_replaced, whole_shape
 
 _roots: weakref.WeakValueDictionary[int, Root] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -41,11 +41,6 @@ def watch_root(root: Root) -> None:
     _roots[next(_numbers)] = root
 
 
-def check_again() -> None:
-    """Check each optimizer once more: parameters have been replaced."""
-    _checked.clear()
-
-
 def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     params = {param for group in optimizer.param_groups for param in group["params"]}
     for _, root in sorted(_roots.items()):  # in the same order on all ranks
@@ -53,8 +48,8 @@ def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if root.holds_grads:
             root.refuse_held(f"a step of {type(optimizer).__name__}", params)
     look_for_local_clipping(optimizer)
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _checked.get(optimizer) == count:
+    known = sum(len(group["params"]) for group in optimizer.param_groups), num_replaced()
+    if _checked.get(optimizer) == known:
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -79,7 +74,7 @@ def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     for each in dict.fromkeys((optimizer, *_compat.calling_optimizers())) if splits else ():  # some step by another
         for split in splits:
             check_on_shards(each, split)
-    _checked[optimizer] = count
+    _checked[optimizer] = known
 
 
 def _splits(params: set[Any]) -> Iterator[Split]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hpcfsdp import _compat
-from hpcfsdp.units.own import NOTHING_IGNORED, Ignored
+from hpcfsdp.units.options import NOTHING_IGNORED, Ignored
 
 Policy = Callable[..., Any]
 

@@ -18,11 +18,11 @@ from hpcfsdp.reshard.whole import checksum
 _NOTHING = ("nothing", "", "", "")
 
 Made = Sequence[tuple[str, str]]
-"""The names of units, each with the mark that its ranks gave it when they made it; "" for a unit of other ranks."""
+"""The names of units, each with the label that its ranks gave it when they made it; "" for a unit of other ranks."""
 
 
-def new_mark(comm: Communicator) -> str:
-    """Collective over `comm`. A mark for what its ranks make together."""
+def new_label(comm: Communicator) -> str:
+    """Collective over `comm`. Make a label of what its ranks make together."""
     return comm.broadcast_object(uuid.uuid4().hex[:12])
 
 
@@ -40,7 +40,7 @@ def compare_units(everyone: Sequence[Made], names: Sequence[int]) -> None:
         here, there = next((a, b) for a, b in zip_longest(first, other, fillvalue=("nothing", "")) if a != b)
         partner = repr(there[0])
         if here[0] == there[0]:
-            partner = next((repr(name) for name, mark in other if mark == here[1]), "a unit of another model")
+            partner = next((repr(name) for name, label in other if label == here[1]), "a unit of another model")
         raise _differing(
             f"where rank {names[0]} has made {here[0]!r}, rank {names[rank]} has made {partner}, so they would compute "
             "with each other's parameters. Make models and their units in one order on all ranks; sets, for instance, "
@@ -70,7 +70,7 @@ def check_same_model(
         inside: units inside of the one with these parameters.
 
     Returns:
-        A mark of the unit, the same on these ranks, and unlike that of any other; the first value that differs, with
+        A label of the unit, the same on these ranks, and unlike that of any other; the first value that differs, with
         the ranks, for ``warn_of_values``, or None.
     """
     prints = [(layout.fingerprint(), grad) for layout, grad in zip(layouts, trained, strict=True)]
@@ -81,10 +81,10 @@ def check_same_model(
         differs = [other != gathered[0][0] for other, *_ in gathered]
         _compare_parameters(comm, differs, layouts, trained, names, counted_fqns or {})
     compare_units([units for _, _, units, _ in gathered], names)
-    digests, mark = [digest for _, digest, *_ in gathered], gathered[0][-1]
+    digests, label = [digest for _, digest, *_ in gathered], gathered[0][-1]
     if None in digests or len(set(digests)) == 1:
-        return mark, None
-    return mark, _first_difference(comm.all_gather_object(sums), names)
+        return label, None
+    return label, _first_difference(comm.all_gather_object(sums), names)
 
 
 def warn_of_values(difference: str, stacklevel: int) -> None:

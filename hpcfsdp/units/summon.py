@@ -53,7 +53,7 @@ def validate_unshard_params_args(args: UnshardArgs, unit: FlatUnit) -> None:
     """Collective under `with_grads`. Refuse a unit that is in use or summoned already; warn of a copy per rank."""
     unit.check_at_rest("summon_full_params")
     if args.with_grads and unit.root is not None and any(grad.held is not None for grad in unit.grads):
-        with raise_together_over(unit.mesh.lines()):
+        with raise_together_over(unit.mesh.subgroups()):
             unit.root.refuse_held("summon_full_params with with_grads=True")
     if args.offload_to_cpu and not args.rank0_only and unit.comm.size > 1:
         warnings.warn(
@@ -203,14 +203,14 @@ def register_flat_param(unit: FlatUnit) -> None:
 
 def register_orig_params(unit: FlatUnit) -> None:
     """Show the original parameters in ``parameters()``, in their original order."""
-    if not unit.use_orig_params:
+    if not unit.options.use_orig_params:
         for entry in sorted(unit.own.entries, key=lambda entry: entry.index):
             entry.register()
 
 
 def deregister_orig_params(unit: FlatUnit) -> None:
     """Hide the original parameters from ``parameters()``, without `use_orig_params`."""
-    if not unit.use_orig_params:
+    if not unit.options.use_orig_params:
         for entry in unit.own.entries:
             entry.deregister()
 

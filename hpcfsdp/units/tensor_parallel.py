@@ -13,35 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp import _compat
-from hpcfsdp.errors import EngineError, ShardingError
+from hpcfsdp.errors import EngineError
 from hpcfsdp.params.flat_param import set_grad
 from hpcfsdp.params.layout import TensorBlock
-from hpcfsdp.reshard.extensions import Placed, as_dtensor, blocks_of, local_block
+from hpcfsdp.reshard.extensions import Placed, as_dtensor
 from hpcfsdp.reshard.whole import whole_of
-from hpcfsdp.units import managed
-from hpcfsdp.units.groups import describe_mesh
-from hpcfsdp.units.unit_mesh import UnitMesh
-
-
-def block_of(fqn: str, param: DTensor, unit_mesh: UnitMesh) -> TensorBlock:
-    """Not collective. The blocks of a parameter on all ranks of the mesh.
-
-    Raises:
-        ShardingError: a placement that is no block of values, or along a dimension that the parameter does not have.
-    """
-    try:
-        blocks = blocks_of(param)
-    except ShardingError as error:
-        raise ShardingError(f"parameter {fqn!r}: {error}") from None
-    boxes = tuple(blocks[rank] for rank in unit_mesh.ranks("tensor"))
-    return TensorBlock(tuple(param.shape), boxes, unit_mesh.tensor.rank, tuple(param.placements))
-
-
-def leaf_of(param: DTensor) -> nn.Parameter:
-    """This rank's block as a parameter, with the attributes of the ``DTensor``."""
-    leaf = nn.Parameter(local_block(param), requires_grad=param.requires_grad)
-    leaf.__dict__.update(param.__dict__)
-    return leaf
+from hpcfsdp.units.own import hide, unit_fqn
+from hpcfsdp.units.unit_mesh import UnitMesh, describe_mesh
 
 
 def replicated_grad(param: nn.Parameter, unit_mesh: UnitMesh) -> tuple[int, torch.Tensor]:
@@ -128,7 +106,7 @@ def _shown(view: TensorView, block: torch.Tensor) -> DTensor:
 
 def _put_back(view: TensorView, shown: nn.Parameter) -> nn.Parameter | None:
     """Have modules hold the leaf again. Returns the parameter that was assigned instead of `shown`, if any."""
-    managed.hide(shown)
+    hide(shown)
     assigned = None
     for module, name in view.places:
         now = module._parameters.get(name)
@@ -152,7 +130,7 @@ def _local(view: TensorView, tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != view.mesh:
             raise EngineError(
-                f"{managed.unit_fqn(view.leaf)!r} was given a DTensor on the ranks {describe_mesh(tensor.device_mesh)} "
+                f"{unit_fqn(view.leaf)!r} was given a DTensor on the ranks {describe_mesh(tensor.device_mesh)} "
                 f"within summon_full_params, and is on {describe_mesh(view.mesh)}: give it one on the same mesh"
             )
         if tensor.placements != view.block.placements:

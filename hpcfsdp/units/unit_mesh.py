@@ -121,11 +121,11 @@ class UnitMesh:
             self.comm()
             self.comm(self.dtensor_dim, "tensor")
 
-    def lines(self) -> list[Communicator]:
+    def subgroups(self) -> list[Communicator]:
         """Communicators that together connect all ranks of the unit, without those of one rank."""
-        return [comm for comm in (*self.data_lines(), self.tensor) if comm is not None and comm.size > 1]
+        return [comm for comm in (*self.data_subgroups(), self.tensor) if comm is not None and comm.size > 1]
 
-    def data_lines(self) -> list[Communicator]:
+    def data_subgroups(self) -> list[Communicator]:
         """Communicators that together connect the ranks that share the unit's parameters, also alone."""
         return [self.data] if self.data is not None else [self.along["shard"], self.along["replicate"]]
 
@@ -154,9 +154,9 @@ class UnitMesh:
     @cached_property
     def _cube(self) -> np.ndarray:
         """Replicas x shards x tensor-parallel ranks: the ranks of ``comm()``."""
-        return self.lattice()
+        return self.ranks_by_dim()
 
-    def lattice(self, *dims: Dim) -> np.ndarray:
+    def ranks_by_dim(self, *dims: Dim) -> np.ndarray:
         """Collective over these ranks, the first time. The ranks of ``comm(*dims)``: int64, replicas x shards x
         tensor-parallel ranks. Both data dimensions need `data`."""
         chosen = self._chosen(dims)
@@ -236,3 +236,8 @@ class UnitMesh:
 
     def _chosen(self, dims: tuple[Dim, ...]) -> Mapping[Dim, Communicator]:
         return {name: comm for name, comm in self.along.items() if name in dims} if dims else self.along
+
+
+def describe_mesh(mesh: DeviceMesh) -> str:
+    """Return the ranks and dimensions of a mesh, for a message."""
+    return f"{mesh.mesh.tolist()}" + (f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else "")

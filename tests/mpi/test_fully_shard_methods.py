@@ -416,7 +416,7 @@ def test_no_rank_steps_while_another_reads_whole_parameters(world, row_meshes, k
         loss.backward()
     if kept == "unshard":
         model.blocks[0].unshard()
-    for param in model._hpcfsdp_unit.inner_units()[1].rows:
+    for param in model._hpcfsdp_unit.inner_units()[1].own:
         param.param.sharded.grad = torch.ones_like(param.param.sharded)
     seen = model.blocks[0].up.weight
     assert not isinstance(seen, DTensor)

@@ -15,7 +15,7 @@ from hpcfsdp.comm import raise_together
 from hpcfsdp.state.model import communicator_of, ranks_of_model
 from hpcfsdp.state.optim.keys import StepsWholeTensors
 from hpcfsdp.units.flat_unit import units_in
-from hpcfsdp.units.managed import unit_fqn
+from hpcfsdp.units.own import unit_fqn
 
 _WITHOUT_DECAY = {"weight_decay": 0, "lambd": 0}
 """Hyper-parameters with which a step looks at the values of parameters."""

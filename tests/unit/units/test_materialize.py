@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hpcfsdp.units.ignored import resolve_ignored
+from hpcfsdp.units.arguments import resolve_ignored
 from hpcfsdp.units.materialize import materialize
-from hpcfsdp.units.own import Ignored
+from hpcfsdp.units.options import Ignored
 from tests.unit.units.units import mark_as_unit
 
 CPU = torch.device("cpu")

@@ -7,7 +7,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision
-from hpcfsdp.units.mixed_precision import cast_buffers, find_full_precision, ignored_classes, keep_full_precision
+from hpcfsdp.units.mixed_precision import cast_buffers, find_full_precision, keep_full_precision
+from hpcfsdp.units.options import Ignored, UnitOptions
 from tests.unit.units.units import mark_as_unit
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -86,7 +87,9 @@ def test_buffers_of_real_numbers_are_cast_wherever_they_are_registered():
     model[0].register_buffer("other", torch.ones(1))
     model[0].register_buffer("missing", None)
     cast = {}
-    cast_buffers(model, BF16, (_BatchNorm,), ignored={model[0].other}, cast=cast)
+    mixed = MixedPrecision(buffer_dtype=BF16)
+    ignored = Ignored(buffers=frozenset({model[0].other}))
+    cast_buffers(model, UnitOptions(mixed_precision=mixed, ignored=ignored), cast)
     assert model[0].shared is model[1].shared
     assert (model[0].shared.dtype, model[0].shared.item()) == (BF16, 1)
     assert [model[0].count.dtype, model[0].other.dtype, model[2].running_mean.dtype] == [torch.int64, F32, F32]
@@ -94,7 +97,7 @@ def test_buffers_of_real_numbers_are_cast_wherever_they_are_registered():
     assert model[3].inner.dtype == F32
     unit = nn.Linear(1, 1)
     unit.register_buffer("shared", shared)
-    cast_buffers(unit, BF16, (), ignored=set(), cast=cast)
+    cast_buffers(unit, UnitOptions(mixed_precision=mixed), cast)
     assert unit.shared is model[0].shared
     assert "shared" not in model.state_dict()
 
@@ -102,7 +105,6 @@ def test_buffers_of_real_numbers_are_cast_wherever_they_are_registered():
 @pytest.mark.parametrize(
     ("precision", "expected"),
     [
-        (None, ()),
         (MixedPrecision(), ()),
         (MixedPrecision(buffer_dtype=BF16), (_BatchNorm,)),
         (MixedPrecision(param_dtype=BF16), (_BatchNorm,)),
@@ -110,7 +112,7 @@ def test_buffers_of_real_numbers_are_cast_wherever_they_are_registered():
     ],
 )
 def test_modules_stay_apart_only_where_something_is_lowered(precision, expected):
-    assert ignored_classes(precision) == expected
+    assert UnitOptions(mixed_precision=precision).full_precision == expected
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

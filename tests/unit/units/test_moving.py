@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from hpcfsdp.units.flatten import move_buffers
+from hpcfsdp.units.own import move_buffers
 from tests.unit.units.units import mark_as_unit
 
 

@@ -41,11 +41,11 @@ def test_a_dimension_that_there_is_not_has_one_rank():
 
 
 def test_the_communicators_that_connect_all_ranks():
-    assert LINE.lines() == [COMM]
-    assert HYBRID.lines() == [DATA]
-    assert UnitMesh(Strategy.HYBRID_SHARD, PAIR, None, None).lines() == [SHARD, REPLICATE]
+    assert LINE.subgroups() == [COMM]
+    assert HYBRID.subgroups() == [DATA]
+    assert UnitMesh(Strategy.HYBRID_SHARD, PAIR, None, None).subgroups() == [SHARD, REPLICATE]
     alone = FakeCommunicator()
-    assert UnitMesh(Strategy.FULL_SHARD, {"shard": alone}, alone, np.zeros((1, 1))).lines() == []
+    assert UnitMesh(Strategy.FULL_SHARD, {"shard": alone}, alone, np.zeros((1, 1))).subgroups() == []
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_mesh_with_and_without_its_tensor_parallel_ranks():
         plain = resolve_mesh(None, whole["shard"], None)
         mesh = plain.with_tensor(whole["tensor"])
         assert (mesh.size(), mesh.size("shard"), mesh.size("tensor")) == (8, 4, 2)
-        assert [comm.size for comm in mesh.lines()] == [4, 2]
+        assert [comm.size for comm in mesh.subgroups()] == [4, 2]
         assert (mesh.comm("tensor").rank, mesh.is_first("tensor")) == (1, False)
         assert mesh.tensor_mesh == whole["tensor"]
         again = mesh.with_tensor(None)

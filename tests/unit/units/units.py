@@ -1,23 +1,13 @@
 """Modules that are units, without ranks that shard them."""
 
-from torch.distributed.fsdp import MixedPrecision
-
 from hpcfsdp.units.flat_unit import FlatUnit
-from hpcfsdp.units.own import Ignored, OwnParams
+from hpcfsdp.units.options import Ignored, UnitOptions
+from hpcfsdp.units.own import OwnParams
 
 
 def mark_as_unit(module, ignored=None):
     """Have a module be the wrapper of a unit that owns nothing."""
+    options = UnitOptions(ignored=ignored or Ignored(), use_orig_params=True)
     module.__dict__["_unit"] = FlatUnit(
-        module,
-        "unit",
-        [],
-        [],
-        mesh=None,
-        own=OwnParams(),
-        ignored=ignored or Ignored(),
-        use_orig_params=True,
-        mixed_precision=MixedPrecision(),
-        full_precision=(),
-        flat_owner=module,
+        module, "unit", [], mesh=None, own=OwnParams(), options=options, flat_owner=module
     )

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpcfsdp.units.ignored import resolve_ignored
-from hpcfsdp.units.own import Ignored
+from hpcfsdp.units.arguments import resolve_ignored
+from hpcfsdp.units.options import Ignored
 from tests.unit.units.units import mark_as_unit
 
 

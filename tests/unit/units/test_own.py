@@ -3,8 +3,8 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from hpcfsdp.units.flatten import own_params
-from hpcfsdp.units.own import Ignored
+from hpcfsdp.units.options import Ignored
+from hpcfsdp.units.own import own_params
 from tests.unit.units.units import mark_as_unit
 
 
@@ -82,7 +82,7 @@ def test_a_deregistered_parameter_stays_an_attribute_at_every_place():
 def test_a_parameter_that_another_unit_has_taken_is_named():
     model = Model()
     for entry in own_params(model.first).groups[0]:
-        entry.mark()
+        entry.label()
     with pytest.raises(ValueError) as caught:
         own_params(nn.Sequential(model.second))
     assert str(caught.value) == (
