@@ -15,8 +15,7 @@ from hpcfsdp.cli.argument_types import number_in
 from hpcfsdp.cli.printing import console
 from hpcfsdp.cli.reporting import Parser, print_json, print_line
 from hpcfsdp.errors import HpcfsdpError, UsageError
-from hpcfsdp.report.follow import Follower
-from hpcfsdp.report.live import ASCII_BLOCKS, BLOCKS, View, line_of, rows_of, view_of
+from hpcfsdp.report.live import ASCII_BLOCKS, BLOCKS, Follower, View, line_of, rows_of, view_of
 from hpcfsdp.report.run_folder import check_folder, nothing_in
 from hpcfsdp.text.terminal import shown
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcfsdp.output.figure_file import new_figure
-from hpcfsdp.report.thinning import spaced
+from hpcfsdp.report.series import spaced
 from hpcfsdp.text.terminal import readable_bytes, readable_count
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Marks:
 
 
 def canvas() -> tuple[Canvas, Axes]:
-    """An empty figure without a window system, and its axes.
+    """Return an empty figure without a window system, and its axes.
 
     Raises:
         HpcfsdpError: there is no matplotlib.
@@ -97,7 +97,7 @@ def canvas() -> tuple[Canvas, Axes]:
 
 
 def style() -> Any:
-    """A context in which figures are made and written."""
+    """Return a context in which figures are made and written."""
     canvas()  # names the remedy where matplotlib is missing
     import matplotlib
 
@@ -105,7 +105,7 @@ def style() -> Any:
 
 
 def step_axis(axes: Axes, marks: Marks | None = None, label: str = "step") -> None:
-    """Whole steps on the x axis, and marks of what happened."""
+    """Give the x axis whole steps, and marks of what happened."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlabel(label)
@@ -134,7 +134,7 @@ def step_axis(axes: Axes, marks: Marks | None = None, label: str = "step") -> No
 
 
 def value_axis(axes: Axes, kind: str = "count", *, from_zero: bool = False) -> None:
-    """The y axis: "count", "bytes" or "share", short numbers; `from_zero` where lengths are compared."""
+    """Give the y axis short numbers of a kind: "count", "bytes" or "share"; `from_zero` where lengths are compared."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     words = {
@@ -171,7 +171,7 @@ def _short(value: float) -> str:
 
 
 def legend(figure: Canvas, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Names of lines, above the axes; nothing for a single one."""
+    """Put the names of lines above the axes; nothing for a single one."""
     if len(labels) < 2:
         return
     made = figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 3))
@@ -180,7 +180,7 @@ def legend(figure: Canvas, handles: Sequence[Any], labels: Sequence[str]) -> Non
 
 
 def write(name: str, title: str, caption: str, description: str, figure: Canvas) -> Figure:
-    """The figure as an SVG element. Its ids are unique on the page, its colours are variables of the page's style."""
+    """Return the figure as an SVG element, with ids that are unique on the page, and colours of the page's style."""
     import matplotlib
 
     output = io.StringIO()
@@ -210,6 +210,6 @@ def write(name: str, title: str, caption: str, description: str, figure: Canvas)
 
 
 def _rounded(path: str) -> str:
-    """The coordinates of a path with a tenth of a pixel, in one line."""
+    """Return the coordinates of a path with a tenth of a pixel, in one line."""
     short = re.sub(r"-?\d+\.\d+", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), path)
     return re.sub(r"\s*\n\s*", "", short).replace(" L ", "L").replace(" M ", "M")

@@ -24,9 +24,9 @@ from hpcfsdp.report.drawing import (
     value_axis,
     write,
 )
-from hpcfsdp.report.run_folder import Run
+from hpcfsdp.report.run_folder import RunFolder
+from hpcfsdp.report.series import averaged, thinned
 from hpcfsdp.report.summary import rate_column, segments
-from hpcfsdp.report.thinning import averaged, thinned
 from hpcfsdp.text.terminal import readable_bytes, readable_count, readable_duration, readable_share, shown
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ MOST_RANKS = 8
 PARTS = (("parameters", "parameters"), ("gradients", "gradients"), ("optimizer", "optimizer"), ("gathered", "gathered"))
 
 
-def figures_of(run: Run) -> list[Figure]:
-    """All figures for which the run has numbers.
+def figures_of(run: RunFolder) -> list[Figure]:
+    """Return all figures for which the run has numbers.
 
     Raises:
         HpcfsdpError: there is no matplotlib.
@@ -55,7 +55,7 @@ def figures_of(run: Run) -> list[Figure]:
         return found
 
 
-def _marks(run: Run) -> Marks:
+def _marks(run: RunFolder) -> Marks:
     restarts = [part.start.step or 0 for part in segments(run)[1:] if part.start is not None]
     if not restarts:
         restarts = [part.first for part in segments(run)[1:] if part.first is not None]
@@ -68,7 +68,7 @@ def _span(steps: np.ndarray) -> str:
 
 
 def _summary(what: str, steps: np.ndarray, values: np.ndarray, words: Callable[[float], str] = readable_count) -> str:
-    """A sentence for readers who do not see the curve."""
+    """Return a sentence for readers who do not see the curve."""
     low, high = int(np.argmin(values)), int(np.argmax(values))
     return (
         f"{what} over {_span(steps)}: first {words(float(values[0]))}, last {words(float(values[-1]))}, lowest "
@@ -78,11 +78,11 @@ def _summary(what: str, steps: np.ndarray, values: np.ndarray, words: Callable[[
 
 
 def _log_scale(values: np.ndarray) -> bool:
-    """Whether a linear axis would hide most of the curve."""
+    """Return whether a linear axis would hide most of the curve."""
     return bool(len(values)) and values.min() > 0 and values.max() > 30 * np.median(values)
 
 
-def _loss(run: Run, marks: Marks) -> Iterator[Figure]:
+def _loss(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     series = run.series
     steps, losses = series.points("loss")
     if not len(steps):
@@ -108,7 +108,7 @@ def _loss(run: Run, marks: Marks) -> Iterator[Figure]:
     yield write("loss", "Loss", caption, _summary("Loss", steps, losses), figure)
 
 
-def _gradients(run: Run, marks: Marks) -> Iterator[Figure]:
+def _gradients(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     series = run.series
     for name, title, caption in (
         ("grad_norm", "Gradient norm", "Before clipping. Spikes often come before a loss that rises."),
@@ -117,7 +117,7 @@ def _gradients(run: Run, marks: Marks) -> Iterator[Figure]:
         yield from _curve(name, title, caption, *series.points(name), marks, from_zero=name == "lr")
 
 
-def _rate(run: Run, marks: Marks) -> Iterator[Figure]:
+def _rate(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     series = run.series
     name, unit = rate_column(series)
     for column, title, caption, kind in (
@@ -138,7 +138,7 @@ def _curve(
     *,
     from_zero: bool = False,
 ) -> Iterator[Figure]:
-    """A figure of one curve, with its medians if it is of some `kind`; none without points."""
+    """Yield a figure of one curve, with its medians if it is of some `kind`; none without points."""
     if not len(steps):
         return
     figure, axes = canvas()
@@ -155,7 +155,7 @@ def _curve(
 
 
 def _with_median(axes: Axes, steps: np.ndarray, values: np.ndarray) -> list[Any]:
-    """A curve, with a broad line of medians where it is long: the lines."""
+    """Return a curve, with a broad line of medians where it is long: the lines."""
     if len(steps) <= 2 * MEDIANS:
         return axes.plot(*thinned(steps, values), color=COLOURS[0], marker="." if len(steps) < MEDIANS else "")
     parts = np.array_split(np.arange(len(steps)), MEDIANS)
@@ -166,7 +166,7 @@ def _with_median(axes: Axes, steps: np.ndarray, values: np.ndarray) -> list[Any]
     ]
 
 
-def _times(run: Run, marks: Marks) -> Iterator[Figure]:
+def _times(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     series = run.series
     steps, seconds = series.points("seconds")
     if not len(steps):
@@ -193,7 +193,7 @@ def _times(run: Run, marks: Marks) -> Iterator[Figure]:
     )
 
 
-def _communication(run: Run, marks: Marks) -> Iterator[Figure]:
+def _communication(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     series = run.series
     steps, shares = series.points("comm_share")
     if not len(steps):
@@ -213,7 +213,7 @@ def _communication(run: Run, marks: Marks) -> Iterator[Figure]:
     yield write("communication", "Communication share", caption, text, figure)
 
 
-def _spread(run: Run, marks: Marks) -> Iterator[Figure]:
+def _spread(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     series = run.series
     mean, largest = series.column("busy_s_mean"), series.column("busy_s_max")
     known = np.isfinite(mean) & np.isfinite(largest) & (mean > 0)
@@ -224,7 +224,7 @@ def _spread(run: Run, marks: Marks) -> Iterator[Figure]:
     yield from _curve("spread", "Spread over ranks", caption, steps, ahead, marks, "share", from_zero=True)
 
 
-def _slowest(run: Run, marks: Marks) -> Iterator[Figure]:
+def _slowest(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     series = run.series
     ranks = series.points("straggler.rank")[1].astype(int)
     if not len(ranks):
@@ -255,7 +255,7 @@ def _slowest(run: Run, marks: Marks) -> Iterator[Figure]:
     yield write("slowest", "Slowest ranks", caption, text, figure)
 
 
-def _memory(run: Run, marks: Marks) -> Iterator[Figure]:
+def _memory(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     series = run.series
     steps, peaks = series.points("memory.peak_bytes")
     parts = [(label, series.column(f"memory.{name}_bytes")) for name, label in PARTS]
@@ -287,7 +287,7 @@ def _memory(run: Run, marks: Marks) -> Iterator[Figure]:
     yield write("memory", "Memory", caption, text, figure)
 
 
-def _progress(run: Run, marks: Marks) -> Iterator[Figure]:
+def _progress(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     series = run.series
     known = np.isfinite(series.seconds)
     if known.sum() < 2:
@@ -326,7 +326,7 @@ def _progress(run: Run, marks: Marks) -> Iterator[Figure]:
     yield write("progress", "Progress", caption, text, figure)
 
 
-def _others(run: Run, marks: Marks) -> Iterator[Figure]:
+def _others(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     names: Sequence[str] = run.series.others[:MOST_OTHERS]
     for place, name in enumerate(names):
         caption = "A number of this run's own program."

@@ -1,17 +1,126 @@
-"""What a view of a running job shows: facts, lines of a terminal, one line of a log. Pure."""
+"""A view of a run that goes on: reads what is new of its files, and puts it in a few lines. No collective, no locks."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from hpcfsdp.report.run_folder import Run
+from hpcfsdp.checkpoint.format.catalog import latest, step_of as step_of_file
+from hpcfsdp.launch.lock import training_in
+from hpcfsdp.report.run_folder import (
+    CONFIG,
+    EVENTS,
+    LEVELS,
+    METRICS,
+    RunEvent,
+    RunFolder,
+    SavedCheckpoint,
+    checkpoints_of,
+    read_config,
+    read_hangs,
+    silent_s_of,
+)
+from hpcfsdp.report.series import SeriesBuilder
 from hpcfsdp.report.summary import STATUS, Summary, summarize
+from hpcfsdp.text.json_input import Tail, text
 from hpcfsdp.text.terminal import readable_bytes, readable_count, readable_duration, readable_share, shown
+
+LAST_RECORDS = 2000
+LAST_WARNINGS = 3
+MOST_LOGS = 16
+"""Logs of the first ranks that are followed: a file system has better things to do than to show a thousand files."""
+
+
+class Follower:
+    """The run in a folder, as far as it has come. The folder may appear later."""
+
+    def __init__(self, folder: Path) -> None:
+        """Touches no disk."""
+        self.folder = folder
+        self._metrics = Tail(folder / METRICS)
+        self._events = Tail(folder / EVENTS)
+        self._logs: dict[Path, Tail] = {}
+        self._records: deque[dict[str, Any]] = deque(maxlen=LAST_RECORDS)
+        self._seen: list[RunEvent] = []
+        self.warnings: deque[str] = deque(maxlen=LAST_WARNINGS)
+        """The last warnings and errors of ranks, with date and rank."""
+
+    def poll(self) -> bool:
+        """Read what is new, and return whether there was anything.
+
+        Raises:
+            OSError: a file is there and cannot be read.
+        """
+        records, rewritten = self._metrics.poll()
+        if rewritten:  # by a run that resumes, without the steps that it trains again
+            self._records.clear()
+        self._records.extend(record for record in records if record.get("kind", "train") == "train")
+        events, anew = self._events.poll()
+        if anew:
+            self._seen.clear()
+        self._seen.extend(map(RunEvent.of, events))
+        return any((records, events, self._poll_logs(), rewritten, anew))
+
+    def _poll_logs(self) -> bool:
+        found = []
+        for rank in range(MOST_LOGS):
+            path = self.folder / "logs" / f"rank-{rank:04d}.jsonl"
+            if path not in self._logs:
+                if not path.exists():
+                    break
+                self._logs[path] = Tail(path, 1 << 16)
+            for record in self._logs[path].poll()[0]:
+                if record.get("level") in LEVELS:
+                    date, place = text(record.get("date"), 30), text(record.get("rank"), 10)
+                    found.append(f"{date} rank {place}: {text(record.get('message'), 400)}")
+        self.warnings.extend(sorted(found))  # by date
+        return bool(found)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is any record or event."""
+        return bool(self._records or self._seen)
+
+    def run(self) -> RunFolder:
+        """Return the run so far, with the last ``LAST_RECORDS`` steps at most, and the checkpoints of its events.
+
+        Raises:
+            OSError: a file is there and cannot be read.
+        """
+        builder = SeriesBuilder()
+        for record in self._records:
+            builder.add(record)
+        holder = training_in(self.folder)
+        config, config_text = read_config(self.folder / CONFIG)
+        return RunFolder(
+            folder=self.folder,
+            series=builder.build(),
+            events=tuple(self._seen),
+            checkpoints=self._checkpoints(),
+            hangs=read_hangs(self.folder / "hang"),
+            holder="" if holder is None else str(holder),
+            silent_s=silent_s_of(self.folder),
+            config=config,
+            config_text=config_text,
+        )
+
+    def _checkpoints(self) -> tuple[SavedCheckpoint, ...]:
+        found = tuple(checkpoints_of(self._seen).values())
+        if not found:
+            path = latest(self.folder / "checkpoints")
+            with contextlib.suppress(FileNotFoundError):  # removed since
+                if path is not None:
+                    found = (SavedCheckpoint(step_of_file(path), str(path), path.stat().st_mtime, present=True),)
+        return found
+
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-~=+*#"
@@ -49,7 +158,7 @@ class View:
         return self.summary.status in ("complete", "stopped", "failed", "hung")
 
     def as_json(self) -> dict[str, object]:
-        """The facts for programs."""
+        """Return the facts for programs."""
         hidden = ("best_loss", "best_loss_step", "trained_s", "wall_s", "held_out", "warnings", "errors", "starts")
         facts = {name: value for name, value in dataclasses.asdict(self.summary).items() if name not in hidden}
         return {
@@ -62,8 +171,8 @@ class View:
         }
 
 
-def view_of(run: Run, warnings: Sequence[str], now_s: float) -> View:
-    """The view of a run.
+def view_of(run: RunFolder, warnings: Sequence[str], now_s: float) -> View:
+    """Return the view of a run.
 
     Args:
         warnings: the latest, in words.
@@ -83,7 +192,7 @@ def view_of(run: Run, warnings: Sequence[str], now_s: float) -> View:
     )
 
 
-def _straggler(run: Run) -> str:
+def _straggler(run: RunFolder) -> str:
     series = run.series
     rank, behind = series.last("straggler.rank"), series.last("straggler.behind_s")
     if rank is None or behind is None:
@@ -93,7 +202,7 @@ def _straggler(run: Run) -> str:
 
 
 def sparkline(values: np.ndarray, width: int, blocks: str = BLOCKS) -> str:
-    """A curve of at most `width` characters: the mean of equal parts; values that are not finite are an x."""
+    """Return a curve of at most `width` characters: the mean of equal parts; values that are not finite are an x."""
     parts = np.array_split(values, min(width, len(values))) if len(values) else []
     known = [part[np.isfinite(part)] for part in parts]
     means = [float(part.mean()) if len(part) else math.nan for part in known]
@@ -104,14 +213,14 @@ def sparkline(values: np.ndarray, width: int, blocks: str = BLOCKS) -> str:
 
 
 def bar(share: float, width: int, blocks: str = BLOCKS) -> str:
-    """A bar of `width` characters."""
+    """Return a bar of `width` characters."""
     full = round(width * min(max(share, 0.0), 1.0))
     filled, empty = ("█", "░") if blocks is BLOCKS else ("#", "-")
     return filled * full + empty * (width - full)
 
 
 def rows_of(view: View, width: int, blocks: str = BLOCKS) -> list[tuple[str, str]]:
-    """Labels and texts, one row each; texts of at most `width` columns but for warnings."""
+    """Return labels and texts, one row each; texts of at most `width` columns but for warnings."""
     facts = view.summary
     found = [("status", _status(view))]
     if facts.step is not None:
@@ -152,7 +261,7 @@ def _status(view: View) -> str:
 
 
 def line_of(view: View) -> str:
-    """One line, for a log."""
+    """Return one line, for a log."""
     facts = view.summary
     total = f"/{facts.total_steps}" if facts.total_steps else ""
     parts = [STATUS[facts.status], "" if facts.step is None else f"step {facts.step}{total}"]

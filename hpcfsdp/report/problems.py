@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcfsdp.report.run_folder import Run
+from hpcfsdp.report.run_folder import RunFolder
 from hpcfsdp.report.series import Series
 from hpcfsdp.report.summary import Summary, rate_column, save_interval, segments
 from hpcfsdp.text.terminal import counted, readable_bytes, readable_count, readable_duration, readable_share
@@ -52,8 +52,8 @@ class Problem:
     page: str = ""
 
 
-def problems_of(run: Run, summary: Summary) -> list[Problem]:
-    """All findings, the worst first."""
+def problems_of(run: RunFolder, summary: Summary) -> list[Problem]:
+    """Return all findings, the worst first."""
     found = [
         *_ends(run, summary),
         *_loss(run.series),
@@ -69,7 +69,7 @@ def problems_of(run: Run, summary: Summary) -> list[Problem]:
     return sorted(found, key=lambda problem: ORDER.index(problem.severity))
 
 
-def _ends(run: Run, summary: Summary) -> Iterator[Problem]:
+def _ends(run: RunFolder, summary: Summary) -> Iterator[Problem]:
     if summary.status == "failed":
         yield Problem(
             "bad",
@@ -134,11 +134,11 @@ def _loss(series: Series) -> Iterator[Problem]:
 
 
 def _lasts(series: Series) -> bool:
-    """Whether the last step's loss is not finite."""
+    """Return whether the last step's loss is not finite."""
     return bool(len(series.not_finite)) and series.not_finite[-1] == series.steps[-1]
 
 
-def _checkpoints(run: Run, summary: Summary) -> Iterator[Problem]:
+def _checkpoints(run: RunFolder, summary: Summary) -> Iterator[Problem]:
     present = [one for one in run.checkpoints if one.present]
     damaged = [one for one in present if one.fault]
     if damaged:
@@ -191,7 +191,7 @@ def _checkpoints(run: Run, summary: Summary) -> Iterator[Problem]:
         )
 
 
-def _memory(run: Run) -> Iterator[Problem]:
+def _memory(run: RunFolder) -> Iterator[Problem]:
     series = run.series
     steps, peaks = series.points("memory.peak_bytes")
     _, capacities = series.points("memory.capacity_bytes")
@@ -305,7 +305,7 @@ def _slowdown(series: Series) -> Iterator[Problem]:
         )
 
 
-def _restarts(run: Run) -> Iterator[Problem]:
+def _restarts(run: RunFolder) -> Iterator[Problem]:
     parts = segments(run)
     if len(parts) < 2:
         return
@@ -333,7 +333,7 @@ def _times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-def _logs(run: Run) -> Iterator[Problem]:
+def _logs(run: RunFolder) -> Iterator[Problem]:
     errors = run.notes.counts.get("ERROR", 0) + run.notes.counts.get("CRITICAL", 0)
     if errors:
         yield Problem(
@@ -345,7 +345,7 @@ def _logs(run: Run) -> Iterator[Problem]:
         )
 
 
-def _files(run: Run) -> Iterator[Problem]:
+def _files(run: RunFolder) -> Iterator[Problem]:
     for name, tally in run.tallies.items():
         if tally.damaged:
             yield Problem(

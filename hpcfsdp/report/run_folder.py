@@ -8,31 +8,253 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hpcfsdp.checkpoint.format.catalog import checkpoint_files, step_of as step_of_file
 from hpcfsdp.checkpoint.format.disk import reason
-from hpcfsdp.errors import HpcfsdpError, UsageError, needs_extra
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.errors import CheckpointError, HpcfsdpError, UsageError, needs_extra
 from hpcfsdp.hang import report as hang_report
 from hpcfsdp.launch.lock import training_in
-from hpcfsdp.report.run_checkpoints import SavedCheckpoint, find_checkpoints
-from hpcfsdp.report.run_events import Event, read_events
-from hpcfsdp.report.run_logs import LogNotes, read_logs
 from hpcfsdp.report.series import Series, SeriesBuilder
-from hpcfsdp.text import safe_files
-from hpcfsdp.text.json_input import Tally, number, records, step_of, text
+from hpcfsdp.text import json_input, safe_files
+from hpcfsdp.text.json_input import Tally, number, records, seconds_of, step_of, text
 
 METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "config.yaml"
+MOST_OPENED = 10
+"""How many of the newest checkpoints are opened for their facts."""
+LAST_BYTES = 1 << 20
+"""How much of the end of each rank's log is read."""
+MOST_FILES = 512
+MOST_NOTES = 40
+LEVELS = ("CRITICAL", "ERROR", "WARNING")
 _LARGEST_CONFIG = 1 << 18
 _LARGEST_HANG = 1 << 16
 _MOST_HANGS = 5
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class RunEvent:
+    """A line of events.jsonl.
+
+    Attributes:
+        kind: "start", "checkpoint", "signal", "end", or another.
+        seconds: when, seconds since the epoch; NaN where unknown.
+        step: the last step that was done, or None.
+        facts: the whole record.
+    """
+
+    kind: str
+    seconds: float
+    step: int | None
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> RunEvent:
+        """Return the event of a record."""
+        return cls(text(record.get("kind")), seconds_of(record.get("date")), step_of(dict(record)), record)
+
+    def text(self, name: str) -> str:
+        """Return a fact as text, "" without it."""
+        return text(self.facts.get(name))
+
+    def number(self, name: str) -> float | None:
+        """Return a fact as a number, None without it."""
+        found = number(self.facts.get(name))
+        return None if math.isnan(found) else found
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that a run has written.
+
+    Attributes:
+        path: as the event has it, or in the run's folder.
+        seconds: when it was written, seconds since the epoch; NaN where unknown.
+        nbytes: None where unknown.
+        took_s, held_s: how long it took, and how long training was held for it; None where unknown.
+        present: whether the file is there.
+        world_size: ranks that wrote it; None where the file was not opened.
+        fault: why it cannot be loaded, or "". Only the newest files are opened, and no tensors are read.
+    """
+
+    step: int
+    path: str
+    seconds: float = math.nan
+    nbytes: int | None = None
+    took_s: float | None = None
+    held_s: float | None = None
+    asynchronous: bool | None = None
+    present: bool = False
+    world_size: int | None = None
+    fault: str = ""
+
+
+def find_checkpoints(folder: Path, events: Iterable[RunEvent]) -> tuple[SavedCheckpoint, ...]:
+    """Return the checkpoints of a run by step; one file for each path, as in its last event.
+
+    Raises:
+        OSError: the folder of checkpoints cannot be read.
+    """
+    found = checkpoints_of(events, folder)
+    for path in checkpoint_files(folder / "checkpoints"):
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # removed since, by a training that keeps the last ones
+            continue
+        known = found.get(_key(str(path)), SavedCheckpoint(step_of_file(path), str(path), status.st_mtime))
+        found[_key(str(path))] = replace(known, nbytes=known.nbytes or status.st_size, present=True, path=str(path))
+    ordered = sorted(found.values(), key=lambda one: (one.step, 0.0 if math.isnan(one.seconds) else one.seconds))
+    present = [place for place, one in enumerate(ordered) if one.present]
+    for place in present[-MOST_OPENED:]:
+        ordered[place] = _opened(ordered[place], folder)
+    return tuple(ordered)
+
+
+def checkpoints_of(events: Iterable[RunEvent], folder: Path | None = None) -> dict[str, SavedCheckpoint]:
+    """Return the checkpoints of events, by file name: one for each, as in its last event.
+
+    Args:
+        folder: of the run, to look whether each file is there; None not to look.
+    """
+    found: dict[str, SavedCheckpoint] = {}
+    for event in events:
+        if event.kind == "checkpoint" and event.step is not None:
+            nbytes, name = event.number("bytes"), event.text("path")
+            found[_key(name) or f"step {event.step}"] = SavedCheckpoint(
+                step=event.step,
+                path=name,
+                seconds=event.seconds,
+                nbytes=None if nbytes is None else int(nbytes),
+                took_s=event.number("seconds"),
+                held_s=event.number("held_s"),
+                asynchronous=event.facts.get("asynchronous"),
+                present=folder is not None and bool(name) and _where(folder, name).is_file(),
+            )
+    return found
+
+
+def _key(path: str) -> str:
+    """Return the name of the file: runs that moved to another folder keep it."""
+    return os.path.basename(path)
+
+
+def _where(folder: Path, path: str) -> Path:
+    """Return the file itself, or that of its name in the run's folder, which may have been copied."""
+    here = folder / "checkpoints" / os.path.basename(path)
+    return Path(path) if os.path.isfile(path) or not here.is_file() else here
+
+
+def _opened(one: SavedCheckpoint, folder: Path) -> SavedCheckpoint:
+    try:
+        info = open_index(_where(folder, one.path)).info
+    except CheckpointError as error:
+        return replace(one, fault=str(error))
+    written = seconds_of(info.date)
+    return replace(one, world_size=info.world_size, seconds=written if math.isnan(one.seconds) else one.seconds)
+
+
+@dataclass
+class LogNote:
+    """A warning or an error.
+
+    Attributes:
+        first, last: seconds since the epoch; NaN where unknown.
+        ranks: that have logged it.
+        count: how often, over all ranks.
+        traceback: of an error, or "".
+    """
+
+    level: str
+    topic: str
+    message: str
+    first: float
+    last: float
+    ranks: set[int] = field(default_factory=set)
+    count: int = 0
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class LogNotes:
+    """The warnings and errors of all ranks.
+
+    Attributes:
+        notes: the latest ``MOST_NOTES`` different ones, the latest last.
+        counts: lines by level, of all levels.
+        different: how many different warnings and errors there are.
+        incomplete: why some lines are not counted, or "".
+    """
+
+    notes: tuple[LogNote, ...] = ()
+    counts: dict[str, int] = field(default_factory=dict)
+    different: int = 0
+    damaged: int = 0
+    incomplete: str = ""
+
+
+def read_logs(folder: Path) -> LogNotes:
+    """Read ``rank-*.jsonl`` of a folder, the last ``LAST_BYTES`` of each; nothing without a folder.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    files = sorted(folder.glob("rank-*.jsonl")) if folder.is_dir() else []
+    found: dict[tuple[str, str, str], LogNote] = {}
+    counts: dict[str, int] = {}
+    damaged, cut = 0, 0
+    for path in files[:MOST_FILES]:
+        lines, whole = _last_lines(path)
+        cut += not whole
+        for line in lines:
+            record = json_input.parse(line, dict)
+            if record is None:
+                damaged += 1
+                continue
+            level = text(record.get("level"), 20) or "INFO"
+            counts[level] = counts.get(level, 0) + 1
+            if level in LEVELS:
+                _note(found, level, record)
+    parts = [f"of {cut} long file(s) only the end was read"] if cut else []
+    if len(files) > MOST_FILES:
+        parts.append(f"only those of the first {MOST_FILES} of {len(files)} ranks were read")
+    ordered = sorted(found.values(), key=lambda note: 0.0 if math.isnan(note.last) else note.last)
+    return LogNotes(tuple(ordered[-MOST_NOTES:]), counts, len(found), damaged, ", and ".join(parts))
+
+
+def _note(found: dict[tuple[str, str, str], LogNote], level: str, record: dict[str, object]) -> None:
+    topic = text(record.get("topic"), 100).removeprefix("hpcfsdp").lstrip(".")
+    message, seconds = text(record.get("message")), seconds_of(record.get("date"))
+    # One warning at several steps, or of several processes, has other numbers in it.
+    key = level, topic, re.sub(r"\d+(\.\d+)?", "#", message)
+    note = found.setdefault(key, LogNote(level, topic, message, seconds, seconds))
+    note.count += 1
+    note.message, note.last = message, seconds
+    note.traceback = text(record.get("traceback"), 4000) or note.traceback
+    rank = number(record.get("rank"))
+    if not math.isnan(rank):
+        note.ranks.add(int(rank))
+
+
+def _last_lines(path: Path) -> tuple[list[bytes], bool]:
+    """Return the last complete lines of a file, and whether these are all."""
+    with safe_files.open_to_read(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        whole = size <= LAST_BYTES
+        if not whole:
+            file.seek(size - LAST_BYTES)
+            file.readline()
+        content = file.read(LAST_BYTES)
+    return [line for line in content.split(b"\n")[:-1] if line.strip()], whole
+
+
+@dataclass(frozen=True)
+class Evaluation:
     """An evaluation on held-out data: its step, and its numbers by name."""
 
     step: int
@@ -50,7 +272,7 @@ class HangReport:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """What a run has left in its folder.
 
     Attributes:
@@ -59,29 +281,29 @@ class Run:
         silent_s: seconds since records or events were written.
         config: the configuration, nested; None where there is none, or none that can be read.
         config_text: of its file, when `config` is None.
+        unreadable: parts of the folder that could not be read, with the reason.
     """
 
     folder: Path
     series: Series
-    held_out: tuple[HeldOut, ...]
-    events: tuple[Event, ...]
+    events: tuple[RunEvent, ...]
     checkpoints: tuple[SavedCheckpoint, ...]
-    notes: LogNotes
     hangs: tuple[HangReport, ...]
     holder: str
-    tallies: Mapping[str, Tally]
     silent_s: float
+    held_out: tuple[Evaluation, ...] = ()
+    notes: LogNotes = LogNotes()
+    tallies: Mapping[str, Tally] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     config_text: str = ""
-    unreadable: tuple[str, ...] = field(default=())
-    """Parts of the folder that could not be read, with the reason."""
+    unreadable: tuple[str, ...] = ()
 
-    def events_of(self, kind: str) -> list[Event]:
-        """Events of a kind, the first one first."""
+    def events_of(self, kind: str) -> list[RunEvent]:
+        """Return the events of a kind, the first one first."""
         return [event for event in self.events if event.kind == kind]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunFolder:
     """Read the folder of a run; not collective. Never reads tensors.
 
     Raises:
@@ -92,7 +314,7 @@ def read_run(folder: Path) -> Run:
     tallies = {name: Tally() for name in (METRICS, EVENTS)}
     try:
         series, held_out = _read_metrics(folder / METRICS, tallies[METRICS])
-        events = read_events(folder / EVENTS, tallies[EVENTS])
+        events = tuple(map(RunEvent.of, records(folder / EVENTS, tallies[EVENTS])))
     except OSError as error:
         raise HpcfsdpError(
             f"{error.filename or folder}: cannot be read: {reason(error)}; only who may read this file can make a "
@@ -103,7 +325,7 @@ def read_run(folder: Path) -> Run:
     failures: list[str] = []
     config, config_text = _guarded(failures, CONFIG, (None, ""), read_config, folder / CONFIG)
     holder = training_in(folder)
-    return Run(
+    return RunFolder(
         folder=folder,
         series=series,
         held_out=held_out,
@@ -121,7 +343,7 @@ def read_run(folder: Path) -> Run:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder is there; raises UsageError or HpcfsdpError, see ``read_run``."""
+    """Check that a folder is there. Raises UsageError or HpcfsdpError as ``read_run``."""
     try:
         os.stat(folder)
         if not os.path.isdir(folder):
@@ -138,7 +360,7 @@ def check_folder(folder: Path) -> None:
 
 
 def nothing_in(folder: Path, tallies: Iterable[Tally] = ()) -> HpcfsdpError:
-    """The error about a folder without any record or event, after its lines were read."""
+    """Return the error about a folder without any record or event, after its lines were read."""
     return HpcfsdpError(_what_is_in(folder, [tally for tally in tallies if tally.damaged])).of_kind("missing")
 
 
@@ -160,7 +382,7 @@ def _what_is_in(folder: Path, damaged: Sequence[Tally]) -> str:
 
 
 def _guarded(failures: list[str], what: str, instead: Any, function: Any, *arguments: Any) -> Any:
-    """What a function returns; where the disk refuses, `instead`, and a note among the failures."""
+    """Return what a function returns; where the disk refuses, `instead`, and a note among the failures."""
     try:
         return function(*arguments)
     except OSError as error:
@@ -168,7 +390,7 @@ def _guarded(failures: list[str], what: str, instead: Any, function: Any, *argum
         return instead
 
 
-def _read_metrics(path: Path, tally: Tally) -> tuple[Series, tuple[HeldOut, ...]]:
+def _read_metrics(path: Path, tally: Tally) -> tuple[Series, tuple[Evaluation, ...]]:
     builder, held_out = SeriesBuilder(), {}
     for record in records(path, tally):
         kind = record.get("kind", "train")
@@ -176,7 +398,9 @@ def _read_metrics(path: Path, tally: Tally) -> tuple[Series, tuple[HeldOut, ...]
             step = step_of(record)
             if step is not None:
                 values = {name: number(value) for name, value in record.items() if name not in ("step", "kind")}
-                held_out[step] = HeldOut(step, {name: value for name, value in values.items() if not math.isnan(value)})
+                held_out[step] = Evaluation(
+                    step, {name: value for name, value in values.items() if not math.isnan(value)}
+                )
                 continue
         elif kind != "train" or builder.add(record):
             continue
@@ -187,7 +411,7 @@ def _read_metrics(path: Path, tally: Tally) -> tuple[Series, tuple[HeldOut, ...]
 
 
 def silent_s_of(folder: Path) -> float:
-    """Seconds since records or events were written in the folder of a run."""
+    """Return seconds since records or events were written in the folder of a run."""
     written = []
     for name in (METRICS, EVENTS):
         with contextlib.suppress(FileNotFoundError):
@@ -196,7 +420,7 @@ def silent_s_of(folder: Path) -> float:
 
 
 def read_config(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """The configuration of a run, and the text of its file where that is no configuration."""
+    """Return the configuration of a run, and the text of its file where that is no configuration."""
     try:
         with safe_files.open_to_read(path) as file:
             content = file.read(_LARGEST_CONFIG).decode(errors="replace")
@@ -214,7 +438,7 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def read_hangs(folder: Path) -> tuple[HangReport, ...]:
-    """The latest reports about hangs in a folder; none without one."""
+    """Return the latest reports about hangs in a folder; none without one."""
     if not folder.is_dir():
         return ()
     dated = sorted((path.stat().st_mtime, path) for path in folder.glob("*.txt"))
@@ -227,14 +451,14 @@ def read_hangs(folder: Path) -> tuple[HangReport, ...]:
 
 
 def total_steps(config: Mapping[str, Any] | None) -> int | None:
-    """How many steps the configuration of ``hpcfsdp train`` asks for; None where it does not say."""
+    """Return how many steps the configuration of ``hpcfsdp train`` asks for; None where it does not say."""
     train: Any = (config or {}).get("train")
     steps = number(train.get("steps")) if isinstance(train, dict) else number((config or {}).get("steps"))
     return int(steps) if steps > 0 else None
 
 
 def flat_config(config: Mapping[str, Any], prefix: str = "") -> Sequence[tuple[str, str]]:
-    """Keys with dots, and values as text."""
+    """Return keys with dots, and values as text."""
     found: list[tuple[str, str]] = []
     for key, value in config.items():
         if isinstance(value, dict) and value and prefix.count(".") < 8:

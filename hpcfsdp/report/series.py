@@ -1,4 +1,4 @@
-"""The numbers of a run by step, as columns: of 100,000 steps a few megabytes."""
+"""The numbers of a run by step, as columns (of 100,000 steps a few megabytes), and curves thinned for a picture."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ class Series:
         return len(self.steps)
 
     def column(self, name: str) -> np.ndarray:
-        """A value for each step, NaN where there is none."""
+        """Return a value for each step, NaN where there is none."""
         found = self.columns.get(name)
         return np.full(len(self), np.nan) if found is None else found
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps with a value of a column, and the values."""
+        """Return the steps with a value of a column, and the values."""
         values = self.column(name)
         known = np.isfinite(values)
         return self.steps[known], values[known]
 
     def has(self, name: str) -> bool:
-        """Whether any step has a value."""
+        """Return whether any step has a value."""
         return bool(np.isfinite(self.column(name)).any())
 
     def last(self, name: str) -> float | None:
-        """The last value of a column; None without one."""
+        """Return the last value of a column; None without one."""
         _, values = self.points(name)
         return float(values[-1]) if len(values) else None
 
@@ -120,7 +120,7 @@ class SeriesBuilder:
             column.append(found)
 
     def build(self) -> Series:
-        """The series of all records so far."""
+        """Return the series of all records so far."""
         count = len(self.steps)
         steps = np.array(self.steps, np.int64)
         order = np.argsort(steps, kind="stable")
@@ -137,3 +137,39 @@ class SeriesBuilder:
             hosts=dict(self._hosts),
             replaced=count - len(kept),
         )
+
+
+BINS = 300
+"""A picture is about as many pixels wide."""
+
+
+def thinned(steps: np.ndarray, values: np.ndarray, bins: int = BINS) -> tuple[np.ndarray, np.ndarray]:
+    """Return at most two points of each bin, the lowest and the highest, in the order of steps; all of a short curve.
+
+    Args:
+        steps, values: 1-D, of one length, finite.
+    """
+    if len(steps) <= 2 * bins:
+        return steps, values
+    kept = []
+    for part in np.array_split(np.arange(len(steps)), bins):
+        here = values[part]
+        kept += sorted({int(part[np.argmin(here)]), int(part[np.argmax(here)])})
+    return steps[kept], values[kept]
+
+
+def averaged(steps: np.ndarray, values: np.ndarray, bins: int = BINS) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean of each bin, at its last step; all of a short curve. `values` may have further columns."""
+    if len(steps) <= bins:
+        return steps, values
+    parts = np.array_split(np.arange(len(steps)), bins)
+    return np.array([steps[part[-1]] for part in parts]), np.array([values[part].mean(axis=0) for part in parts])
+
+
+def spaced(steps: np.ndarray, bins: int = BINS) -> np.ndarray:
+    """Return marks without those that would lie on top of another one."""
+    if len(steps) < 2:
+        return steps
+    width = max((int(steps.max()) - int(steps.min())) / bins, 1e-9)
+    _, first = np.unique(((steps - steps.min()) / width).astype(np.int64), return_index=True)
+    return steps[first]

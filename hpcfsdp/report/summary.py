@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from hpcfsdp.launch.lock import SILENT_S
-from hpcfsdp.report.run_events import Event
-from hpcfsdp.report.run_folder import Run, total_steps
+from hpcfsdp.report.run_folder import RunEvent, RunFolder, total_steps
 from hpcfsdp.report.series import Series
 from hpcfsdp.text.json_input import number
 
@@ -41,9 +40,9 @@ class Segment:
 
     first: int | None
     last: int | None
-    start: Event | None
-    end: Event | None
-    signals: tuple[Event, ...] = ()
+    start: RunEvent | None
+    end: RunEvent | None
+    signals: tuple[RunEvent, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,19 +94,19 @@ class Summary:
 
 
 def recent_median(series: Series, name: str, count: int = RECENT) -> float | None:
-    """The median of the last values of a column; None without one."""
+    """Return the median of the last values of a column; None without one."""
     _, values = series.points(name)
     return float(np.median(values[-count:])) if len(values) else None
 
 
 def rate_column(series: Series) -> tuple[str, str]:
-    """The column of throughput, and its unit: tokens, else bytes."""
+    """Return the column of throughput, and its unit: tokens, else bytes."""
     name = next((name for name in ("tokens_per_s", "bytes_per_s") if series.has(name)), "")
     return name, "tokens/s" if name == "tokens_per_s" else "bytes/s"
 
 
-def segments(run: Run) -> list[Segment]:
-    """The parts of a run, by its "start" events; without one by the number of restarts in its records."""
+def segments(run: RunFolder) -> list[Segment]:
+    """Return the parts of a run, by its "start" events; without one by the number of restarts in its records."""
     found: list[Segment] = []
     bounds = [place for place, event in enumerate(run.events) if event.kind == "start"]
     for place, following in itertools.pairwise([*bounds, len(run.events)]):
@@ -141,8 +140,8 @@ def _segments_of_records(series: Series) -> list[Segment]:
     ]
 
 
-def summarize(run: Run, recent: int = RECENT) -> Summary:
-    """The facts of a run.
+def summarize(run: RunFolder, recent: int = RECENT) -> Summary:
+    """Return the facts of a run.
 
     Args:
         recent: steps over which rates are taken.
@@ -192,7 +191,7 @@ def summarize(run: Run, recent: int = RECENT) -> Summary:
     )
 
 
-def _status(run: Run, parts: list[Segment]) -> tuple[str, str]:
+def _status(run: RunFolder, parts: list[Segment]) -> tuple[str, str]:
     step_s = recent_median(run.series, "seconds") or 0.0
     has_lock = run.config is not None  # it belongs to hpcfsdp train, which locks its folder
     end = parts[-1].end if parts else None
@@ -208,26 +207,26 @@ def _status(run: Run, parts: list[Segment]) -> tuple[str, str]:
     return "complete" if is_complete else "ended", ""
 
 
-def _outcome(run: Run, end: Event) -> str:
-    """The status of a run that has recorded its end."""
+def _outcome(run: RunFolder, end: RunEvent) -> str:
+    """Return the status of a run that has recorded its end."""
     outcome = end.text("outcome")
     if outcome != "error":
         return "complete" if outcome == "complete" else "stopped"
     return "hung" if any(hang.seconds >= _last_record(run) for hang in run.hangs) else "failed"
 
 
-def _last_record(run: Run) -> float:
+def _last_record(run: RunFolder) -> float:
     known = run.series.seconds[np.isfinite(run.series.seconds)]
     return float(known[-1]) if len(known) else math.inf
 
 
-def _wall_s(run: Run) -> float | None:
+def _wall_s(run: RunFolder) -> float | None:
     times = [event.seconds for event in run.events] + run.series.seconds.tolist()
     known = [seconds for seconds in times if math.isfinite(seconds)]
     return max(known) - min(known) if len(known) > 1 else None
 
 
-def _known_world_size(run: Run) -> int | None:
+def _known_world_size(run: RunFolder) -> int | None:
     sizes = [one.world_size for one in run.checkpoints if one.world_size]
     return sizes[-1] if sizes else None
 
@@ -237,8 +236,8 @@ def _whole(value: Any) -> int | None:
     return None if math.isnan(found) else int(found)
 
 
-def save_interval(run: Run) -> int | None:
-    """The usual number of steps from one checkpoint to the next; None where there are fewer than three."""
+def save_interval(run: RunFolder) -> int | None:
+    """Return the usual number of steps from one checkpoint to the next; None where there are fewer than three."""
     steps = sorted({one.step for one in run.checkpoints})
     gaps = [after - before for before, after in itertools.pairwise(steps)]
     return int(statistics.median_high(gaps)) if len(gaps) > 1 else None

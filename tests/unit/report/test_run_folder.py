@@ -8,8 +8,7 @@ import pytest
 
 from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.launch.lock import RunLock
-from hpcfsdp.report.run_folder import flat_config, read_run, total_steps
-from hpcfsdp.report.run_logs import LAST_BYTES, readable_ranks
+from hpcfsdp.report.run_folder import LAST_BYTES, flat_config, read_run, total_steps
 from tests.example_runs import write_lines, write_run
 
 
@@ -32,9 +31,9 @@ def test_one_warning_of_several_ranks_is_one_note_and_numbers_in_it_do_not_count
         write_lines(run / "logs" / f"rank-{rank:04d}.jsonl", [*lines, {"level": "ERROR", "message": "bad", "rank": 0}])
     notes = read_run(run).notes
     assert notes.counts == {"WARNING": 24, "ERROR": 8}
-    assert [(note.level, note.topic, note.count, readable_ranks(note.ranks)) for note in notes.notes] == [
-        ("WARNING", "x", 24, "0-7"),
-        ("ERROR", "", 8, "0"),
+    assert [(note.level, note.topic, note.count, note.ranks) for note in notes.notes] == [
+        ("WARNING", "x", 24, {*range(8)}),
+        ("ERROR", "", 8, {0}),
     ]
 
 
@@ -48,11 +47,6 @@ def test_of_a_long_log_the_end_is_read(tmp_path):
     assert path.stat().st_size > LAST_BYTES
     assert 900 < notes.counts["WARNING"] - 7 < LAST_BYTES / 1000
     assert "of 1 long file(s) only the end was read" in notes.incomplete
-
-
-def test_ranks_in_words():
-    assert readable_ranks({0, 1, 2, 5, 7, 8}) == "0-2, 5, 7-8"
-    assert readable_ranks(()) == ""
 
 
 def test_a_folder_of_an_older_version_has_no_events_and_fewer_fields(tmp_path):
