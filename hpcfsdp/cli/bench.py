@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
-from hpcfsdp.cli.argument_types import positive, size_in_bytes
+from hpcfsdp.cli.arguments import Parser, positive, size_in_bytes
 from hpcfsdp.cli.failure import end_together
-from hpcfsdp.cli.readable import plain_value
-from hpcfsdp.cli.reporting import Parser, print_json
+from hpcfsdp.cli.printing import plain_value, print_json
 from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.hang.departure import OUTPUT_GRACE_S
 from hpcfsdp.launch.job import load_mpi

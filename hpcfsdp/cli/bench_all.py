@@ -10,7 +10,7 @@ from typing import Any
 from hpcfsdp import accelerator
 from hpcfsdp.bench import suite
 from hpcfsdp.bench.harness import Ratio, markdown
-from hpcfsdp.cli.reporting import print_json, print_note
+from hpcfsdp.cli.printing import print_json, print_note
 from hpcfsdp.errors import UsageError
 
 _WANTED = {"lower": "< 1", "higher": "> 1"}

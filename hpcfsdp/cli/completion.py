@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hpcfsdp.cli.arguments import Parser
 from hpcfsdp.cli.main import VERBS
-from hpcfsdp.cli.reporting import Parser
 
 _EXAMPLES = (
     'eval "$(hpcfsdp completion bash)"   # in ~/.bashrc',

@@ -18,10 +18,8 @@ from hpcfsdp.checkpoint.inspect.diff import (
     to_compare,
 )
 from hpcfsdp.checkpoint.inspect.numbers import json_number
-from hpcfsdp.cli.argument_types import number_in
-from hpcfsdp.cli.printing import print_table
-from hpcfsdp.cli.readable import plain_value, readable_number, readable_shape, shortened
-from hpcfsdp.cli.reporting import Parser, print_json
+from hpcfsdp.cli.arguments import Parser, number_in
+from hpcfsdp.cli.printing import plain_value, print_json, print_table, readable_number, readable_shape, shortened
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, UsageError
 from hpcfsdp.output.progress_bar import byte_progress
 

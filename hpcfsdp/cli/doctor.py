@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from hpcfsdp import env
-from hpcfsdp.cli.printing import console
-from hpcfsdp.cli.readable import plain_value
-from hpcfsdp.cli.reporting import Parser, print_json, print_line
+from hpcfsdp.cli.arguments import Parser
+from hpcfsdp.cli.printing import console, plain_value, print_json, print_line
 from hpcfsdp.doctor.examine import Diagnosis, examine
 from hpcfsdp.doctor.findings import Finding, summary
 from hpcfsdp.errors import UsageError

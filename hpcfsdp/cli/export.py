@@ -9,7 +9,8 @@ from typing import Any
 
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES, Exported, export_checkpoint
 from hpcfsdp.checkpoint.convert.peft import CONFIG_NAME, FORMAT as PEFT, export_peft
-from hpcfsdp.cli.reporting import Parser, print_result
+from hpcfsdp.cli.arguments import Parser
+from hpcfsdp.cli.printing import print_result
 from hpcfsdp.errors import UsageError
 from hpcfsdp.output.progress_bar import byte_progress
 from hpcfsdp.text.terminal import readable_bytes

@@ -11,7 +11,7 @@ from hpcfsdp.checkpoint.format.access import unreadable
 from hpcfsdp.checkpoint.format.catalog import checkpoint_files
 from hpcfsdp.checkpoint.format.file_kind import is_checkpoint, is_hdf5
 from hpcfsdp.checkpoint.format.parts import is_part
-from hpcfsdp.cli.reporting import print_note
+from hpcfsdp.cli.printing import print_note
 from hpcfsdp.errors import CheckpointError
 
 _HDF5_SUFFIXES = (".h5", ".hdf5")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp import env
-from hpcfsdp.cli.reporting import Parser, print_json
+from hpcfsdp.cli.arguments import Parser
+from hpcfsdp.cli.printing import print_json
 from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.hang import report
 from hpcfsdp.hang.inquiry import Inquiry, Request

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES
-from hpcfsdp.cli.reporting import Parser, print_result
+from hpcfsdp.cli.arguments import Parser
+from hpcfsdp.cli.printing import print_result
 from hpcfsdp.output.progress_bar import byte_progress
 from hpcfsdp.text.terminal import readable_bytes
 

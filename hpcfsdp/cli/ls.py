@@ -12,11 +12,10 @@ from hpcfsdp.checkpoint.format.catalog import step_of
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.inspect.names import matching
 from hpcfsdp.checkpoint.inspect.numbers import json_number
+from hpcfsdp.cli.arguments import Parser, paths_and_patterns
 from hpcfsdp.cli.failure import as_json
 from hpcfsdp.cli.folders import checkpoints_in, size_of
-from hpcfsdp.cli.printing import Brief
-from hpcfsdp.cli.readable import DATE, readable_date, readable_number, readable_shape
-from hpcfsdp.cli.reporting import Parser, paths_and_patterns, print_result
+from hpcfsdp.cli.printing import DATE, Brief, print_result, readable_date, readable_number, readable_shape
 from hpcfsdp.errors import CheckpointError, UsageError
 from hpcfsdp.text.terminal import readable_bytes
 

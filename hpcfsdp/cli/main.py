@@ -25,8 +25,8 @@ VERBS = {
     "plan": ("hpcfsdp.cli.plan", "predict memory, traffic and time of a training, and recommend how to shard"),
     "bench": ("hpcfsdp.cli.bench", "measure hpcfsdp and its peers (run it with mpirun or srun)"),
     "ls": ("hpcfsdp.cli.ls", "list checkpoints in a folder, or tensors in a checkpoint"),
-    "report": ("hpcfsdp.cli.run_report", "write a page about a run: figures, findings, checkpoints, restarts"),
-    "watch": ("hpcfsdp.cli.run_watch", "follow a running job in a terminal"),
+    "report": ("hpcfsdp.cli.report", "write a page about a run: figures, findings, checkpoints, restarts"),
+    "watch": ("hpcfsdp.cli.watch", "follow a running job in a terminal"),
     "doctor": ("hpcfsdp.cli.doctor", "check whether a training would run here (alone, or with mpirun or srun)"),
     "hang": ("hpcfsdp.cli.hang", "ask a running job where its ranks are, and who waits for whom"),
     "show": ("hpcfsdp.cli.show", "show facts of a checkpoint, or of one of its tensors"),
@@ -49,6 +49,9 @@ hpcfsdp <verb> --help shows the options of a verb, hpcfsdp --version the version
 Data goes to stdout, messages to stderr. Exit codes: 0 fine, 1 failure, 2 usage,
 3 environment, 4 checkpoint corrupt, 75 checkpointed after a signal (run me again),
 76 the job hung (see RUN_DIR/hang), 141 the reader of the output has closed it."""
+
+_EXTRA = ("jinja2", "jsonargparse", "rich", "yaml")
+"""Modules that the extra `cli` installs."""
 
 EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 """As of a program that this signal has ended; Python turns it into an error. Not 0, since the output is incomplete."""
@@ -156,7 +159,12 @@ def _command(arguments: Sequence[str]) -> int:
     if verb not in VERBS:
         meant = f"; did you mean 'hpcfsdp ls {verb}'?" if os.path.exists(verb) else nearest(verb, VERBS)
         raise UsageError(f"unknown verb {verb!r}{meant}\n\n{usage()}")
-    return importlib.import_module(VERBS[verb][0]).main(rest)
+    try:
+        return importlib.import_module(VERBS[verb][0]).main(rest)
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        raise HpcfsdpError(f"hpcfsdp {verb} needs {error.name}: pip install 'hpcfsdp[cli]'") from None
 
 
 def _flush_or_drop(stream: Any) -> None:

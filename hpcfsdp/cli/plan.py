@@ -11,10 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcfsdp.cli.argument_types import positive, size_in_bytes
-from hpcfsdp.cli.printing import Brief, print_table
-from hpcfsdp.cli.readable import plain_value
-from hpcfsdp.cli.reporting import Parser, print_json, print_line
+from hpcfsdp.cli.arguments import Parser, positive, size_in_bytes
+from hpcfsdp.cli.printing import Brief, plain_value, print_json, print_line, print_table
 from hpcfsdp.errors import UsageError
 from hpcfsdp.text.terminal import readable_bytes
 

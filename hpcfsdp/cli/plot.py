@@ -14,9 +14,9 @@ from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.inspect import pictures, plots
 from hpcfsdp.checkpoint.inspect.names import tensors_matching
 from hpcfsdp.checkpoint.inspect.walk import nbytes_of
-from hpcfsdp.cli.argument_types import number_in
+from hpcfsdp.cli.arguments import Parser, number_in, paths_and_patterns
 from hpcfsdp.cli.folders import checkpoints_in
-from hpcfsdp.cli.reporting import Parser, paths_and_patterns, print_json, print_line
+from hpcfsdp.cli.printing import print_json, print_line
 from hpcfsdp.errors import CheckpointError, UsageError
 from hpcfsdp.output.figure_file import write_figure
 from hpcfsdp.output.progress_bar import byte_progress

@@ -1,10 +1,12 @@
-"""Tables on stdout: fitted to a terminal, and tab-separated and complete elsewhere.
+"""Output of verbs: values for people and as JSON; tables, fitted to a terminal, tab-separated and complete elsewhere.
 
 On a terminal no cell of numbers is ever cut or wrapped: the column of names gives way, then the layout.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from hpcfsdp.text.terminal import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
+
 
 _GAP = "  "
 _LEAST = {"name": 16, "text": 20}
@@ -178,3 +181,83 @@ def _width(text: str) -> int:
     from rich.cells import cell_len  # as above
 
     return cell_len(text)
+
+
+def readable_shape(shape: Sequence[int]) -> str:
+    """(2, 3) -> "2 x 3"; a scalar as "scalar"."""
+    return " x ".join(map(str, shape)) if shape else "scalar"
+
+
+def readable_number(value: Any) -> str:
+    """Six digits of a float (four on a terminal), all of an integer, and nothing for None."""
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else Brief(f"{value:.6g}", f"{value:.4g}")
+
+
+def readable_date(date: str) -> str:
+    """A date of a checkpoint, ISO 8601; on a terminal without seconds and time zone."""
+    return Brief(date, date[:16].replace("T", " ") if date.endswith("+00:00") else date)
+
+
+DATE = Brief("date", "date (UTC)")
+"""The header of a column of dates."""
+
+
+def plain_value(value: Any) -> Any:
+    """A value of a checkpoint for JSON: arrays by their shape and dtype, NaN and infinity as text."""
+    if isinstance(value, dict):
+        return {plain_value(key): plain_value(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(entry) for entry in value]
+    if hasattr(value, "dtype"):
+        return {"shape": list(value.shape), "dtype": str(value.dtype)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+_LONGEST_LIST = 8
+
+
+def shortened(value: Any) -> Any:
+    """A nested value for people: a list of more than 8 single values as text with its length, its first and its last.
+
+    Lists of dicts or of lists keep their length.
+    """
+    if isinstance(value, dict):
+        return {key: shortened(entry) for key, entry in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return value
+    if len(value) <= _LONGEST_LIST or any(isinstance(entry, (dict, list, tuple)) for entry in value):
+        return [shortened(entry) for entry in value]
+    return f"{len(value)} values from {value[0]} to {value[-1]}; all of them: --json"
+
+
+def print_json(value: Any) -> None:
+    """Write one JSON document to stdout, or nothing of it if it raises.
+
+    Raises:
+        ValueError: it contains a NaN or an infinity, which JSON cannot hold: see ``plain_value``.
+    """
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def print_line(*parts: Any) -> None:
+    """Write parts to stdout as one line of printable characters, separated by spaces."""
+    print(*map(shown, parts))
+
+
+def print_note(text: str) -> None:
+    """Write a remark to stderr as one line of printable characters."""
+    print(f"hpcfsdp: {shown(text)}", file=sys.stderr)
+
+
+def print_result(
+    as_json: bool, value: Any, columns: Sequence[str], rows: Iterable[Sequence[Any]], **kinds: Sequence[str]
+) -> None:
+    """Write `value` to stdout as JSON, or else a table, see ``print_table``."""
+    if as_json:
+        print_json(value)
+    else:
+        print_table(columns, rows, **kinds)

@@ -12,8 +12,9 @@ from hpcfsdp.checkpoint.format.access import unreadable
 from hpcfsdp.checkpoint.format.catalog import checkpoint_files, step_of
 from hpcfsdp.checkpoint.format.file_kind import is_checkpoint, is_hdf5
 from hpcfsdp.checkpoint.manager import retention
+from hpcfsdp.cli.arguments import Parser
 from hpcfsdp.cli.folders import size_of
-from hpcfsdp.cli.reporting import Parser, print_result
+from hpcfsdp.cli.printing import print_result
 from hpcfsdp.errors import UsageError
 from hpcfsdp.text.terminal import readable_bytes
 

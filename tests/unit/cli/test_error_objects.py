@@ -14,7 +14,7 @@ from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.single import write_alone
 from hpcfsdp.cli import ls
 from hpcfsdp.cli.main import VERBS, main
-from hpcfsdp.cli.reporting import print_json
+from hpcfsdp.cli.printing import print_json
 
 FAILING = {
     "bench": (["nothing"], "usage", 2),

@@ -1,18 +1,17 @@
-"""Arguments and results of the reporting verbs."""
+"""The parser of a verb, and types of arguments that several verbs have."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import math
 import os
-import sys
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from hpcfsdp.cli.printing import print_table
 from hpcfsdp.errors import UsageError, nearest
-from hpcfsdp.text.terminal import shown
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,30 +55,37 @@ def paths_and_patterns(first: Path, others: Sequence[str]) -> tuple[list[Path], 
     return [first, *paths], [name for name, path in zip(others, is_path, strict=True) if not path]
 
 
-def print_json(value: Any) -> None:
-    """Write one JSON document to stdout, or nothing of it if it raises.
-
-    Raises:
-        ValueError: it contains a NaN or an infinity, which JSON cannot hold: see ``readable.plain_value``.
-    """
-    print(json.dumps(value, indent=2, allow_nan=False))
+_PREFIXES = " KMGT"
 
 
-def print_line(*parts: Any) -> None:
-    """Write parts to stdout as one line of printable characters, separated by spaces."""
-    print(*map(shown, parts))
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    count = int(text) if text.isdecimal() else 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return count
 
 
-def print_note(text: str) -> None:
-    """Write a remark to stderr as one line of printable characters."""
-    print(f"hpcfsdp: {shown(text)}", file=sys.stderr)
+def number_in(low: float, above: float, what: str) -> Callable[[str], float]:
+    """The type of numbers from `low` to below `above`; `what` says it in the message."""
+
+    def read(text: str) -> float:
+        value = math.nan
+        with contextlib.suppress(ValueError):
+            value = float(text)
+        if not low <= value < above:
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        return value
+
+    return read
 
 
-def print_result(
-    as_json: bool, value: Any, columns: Sequence[str], rows: Iterable[Sequence[Any]], **kinds: Sequence[str]
-) -> None:
-    """Write `value` to stdout as JSON, or else a table, see ``print_table``."""
-    if as_json:
-        print_json(value)
-    else:
-        print_table(columns, rows, **kinds)
+def size_in_bytes(text: str) -> int:
+    """ "80GiB", "1.5GB" or "4096" as bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text)
+    prefix = (found[2] or "") if found else ""
+    unit = (1024 if prefix.endswith("i") else 1000) ** _PREFIXES.index(prefix[:1] or " ")
+    size = int(float(found[1]) * unit) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a size, such as 1GiB or 256MiB")
+    return size

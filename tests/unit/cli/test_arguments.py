@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from hpcfsdp.cli.argument_types import positive, size_in_bytes
+from hpcfsdp.cli.arguments import positive, size_in_bytes
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcfsdp.cli.reporting import Parser, print_json, print_line
+from hpcfsdp.cli.arguments import Parser
+from hpcfsdp.cli.printing import print_json, print_line
 from hpcfsdp.errors import UsageError
 from hpcfsdp.report.page import page_of, write_page
 from hpcfsdp.report.problems import problems_of

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.format.disk import reason
-from hpcfsdp.cli.argument_types import number_in
-from hpcfsdp.cli.printing import console
-from hpcfsdp.cli.reporting import Parser, print_json, print_line
+from hpcfsdp.cli.arguments import Parser, number_in
+from hpcfsdp.cli.printing import console, print_json, print_line
 from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.report.live import ASCII_BLOCKS, BLOCKS, Follower, View, line_of, rows_of, view_of
 from hpcfsdp.report.run_folder import check_folder, nothing_in
