@@ -23,7 +23,7 @@ from hpcfsdp.errors import StateDictError, nearest
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.state.model import communicator_of, model_tensors
-from hpcfsdp.state.tensors import staged_of
+from hpcfsdp.state.tensors import buffers_of
 from hpcfsdp.state.wrappers import clean_fqn
 
 
@@ -135,12 +135,12 @@ def _whole_tensors(model: nn.Module, names: Collection[str]) -> dict[str, torch.
     """Collective over the model's ranks. Some of its tensors, on the CPU of rank 0; {} on other ranks."""
     comm, chosen = communicator_of(model), set(names)
     tensors = [tensor for tensor in model_tensors(model) if chosen & {tensor.name, *tensor.aliases}]
-    for staged in staged_of(tensors):
-        staged.gather()
+    for buffer in buffers_of(tensors):
+        buffer.gather()
     mine = [[(piece.start, piece.flat().cpu().clone()) for piece in tensor.pieces] for tensor in tensors]
     everyone = comm.all_gather_object(mine)
-    for staged in staged_of(tensors):
-        staged.free()
+    for buffer in buffers_of(tensors):
+        buffer.free()
     if comm.rank != 0:
         return {}
     found = {}

@@ -12,7 +12,7 @@ import torch
 
 from hpcfsdp import accelerator
 from hpcfsdp.errors import UsageError
-from hpcfsdp.reshard.whole import is_cut
+from hpcfsdp.reshard.sharded_tensors import is_sharded
 from hpcfsdp.units.own import unit_fqn, whole_shape
 
 Coefficients = tuple[float, float, float]
@@ -21,7 +21,7 @@ Coefficients = tuple[float, float, float]
 def orthogonalize(
     matrices: torch.Tensor, *, coefficients: Coefficients, steps: int, eps: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Each matrix U S V^T as about U V^T: its singular values become numbers around 1.
+    """Return each matrix U S V^T as about U V^T: its singular values become numbers around 1.
 
     A step maps each singular value x to a x + b x^3 + c x^5. The usual coefficients (a, b, c) reach 0.7 to 1.2 within
     five steps, and do not converge.
@@ -48,7 +48,7 @@ def orthogonalize(
 
 
 def newton_schulz_flops(shape: tuple[int, ...], steps: int) -> float:
-    """The floating-point operations of ``orthogonalize`` for one matrix."""
+    """Return the floating-point operations of ``orthogonalize`` for one matrix."""
     short, long = sorted(shape)
     return steps * (4.0 * short**2 * long + 2.0 * short**3)
 
@@ -233,7 +233,7 @@ class Muon(torch.optim.Optimizer):
 
     @staticmethod
     def step_flops(shape: tuple[int, ...], group: Mapping[str, Any]) -> float:
-        """The floating-point operations of a step of one parameter, about.
+        """Return the floating-point operations of a step of one parameter, about.
 
         Args:
             shape: of the parameter; `group`: the one that it is in.
@@ -270,7 +270,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _tensor(param: Any) -> torch.Tensor:
-    """Of a parameter, or of a pair of its name and it."""
+    """Return a parameter, or that of a pair of its name and it."""
     found: torch.Tensor = param[1] if isinstance(param, tuple) else param
     return found
 
@@ -286,7 +286,7 @@ def _check_param(param: Any) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"Muon: a parameter is of {type(tensor).__name__}: give tensors")
     shape = whole_shape(tensor)
-    if is_cut(tensor) or (shape is not None and shape != tuple(tensor.shape)):
+    if is_sharded(tensor) or (shape is not None and shape != tuple(tensor.shape)):
         raise UsageError(
             f"Muon: {_name(param)} is sharded, but Muon needs whole matrices: shard the model with "
             "ShardingStrategy.NO_SHARD and use_orig_params=True"
@@ -296,7 +296,7 @@ def _check_param(param: Any) -> None:
 
 
 def _muon_group(group: dict[str, Any]) -> dict[str, Any]:
-    """With values that are fit for JSON; raises a UsageError for one that is out of range, or what is no matrix."""
+    """Make values fit for JSON. Raise a UsageError for one that is out of range, or what is no matrix."""
     for param in group.get("params", ()):
         if _tensor(param).dim() != 2:
             raise UsageError(
@@ -319,7 +319,7 @@ def _muon_group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adamw_group(group: dict[str, Any]) -> dict[str, Any]:
-    """With all values that ``torch.optim.AdamW`` knows; raises ValueError as it does."""
+    """Add all values that ``torch.optim.AdamW`` knows. Raise a ValueError as it does."""
     for key in ("lr", "weight_decay", "eps"):
         _check_number(key, group[key])
     known = {key: value for key, value in group.items() if key in _BOTH + _OF_ADAMW}
@@ -341,12 +341,12 @@ def _check_number(key: str, value: Any) -> None:
 
 
 def _own(lr: Any) -> Any:
-    """A learning rate of one group: a scheduler changes a tensor in place."""
+    """Return a learning rate of one group: a scheduler changes a tensor in place."""
     return lr.clone() if isinstance(lr, torch.Tensor) else lr
 
 
 def _lr_factor(kind: str | None, shape: Iterable[int]) -> float:
-    """Of the learning rate of matrices of a shape; raises a UsageError for an unknown kind."""
+    """Return the factor of matrices of a shape. Raise a UsageError for an unknown kind."""
     rows, columns = shape
     if kind is None or kind == "original":
         return math.sqrt(max(1, rows / columns))
@@ -356,7 +356,7 @@ def _lr_factor(kind: str | None, shape: Iterable[int]) -> float:
 
 
 def _batches(params: Iterable[torch.Tensor], itemsize: int) -> Iterator[list[torch.Tensor]]:
-    """Parameters with gradients that can be stacked, in batches of limited size."""
+    """Return parameters with gradients that can be stacked, in batches of limited size."""
     alike: dict[Any, list[torch.Tensor]] = {}
     for param in params:
         if param.grad is not None and param.numel():

@@ -17,7 +17,7 @@ from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import EngineError, StateDictError
 from hpcfsdp.optim.whole_params import WholeParam, local_grad, local_part
-from hpcfsdp.reshard.owners import Cut, Finish, OwnerMoves, TensorOf, all_of
+from hpcfsdp.reshard.owners import Finish, OwnerExchange, Sharding, TensorOf, all_of
 from hpcfsdp.state.optim.compare import RankState, StateInfo, allgather_state_info, convert_all_state_info
 from hpcfsdp.state.tensors import TensorInfo, is_whole_state, mark_whole_state
 from hpcfsdp.units.group_cache import GroupCache
@@ -58,15 +58,14 @@ class OwnedParams:
         self,
         comm: Communicator,
         params: Sequence[WholeParam],
-        cuts: Sequence[Cut],
+        shardings: Sequence[Sharding],
         whole: Sequence[nn.Parameter],
         owners: Sequence[int],
     ) -> None:
-        """Not collective."""
         self.comm, self.params, self.whole, self.owners = comm, params, whole, owners
-        self._moves = OwnerMoves(comm, cuts, owners)
-        self._views_shard = [cut.is_whole_on(owner) for cut, owner in zip(cuts, owners, strict=True)]
-        self._stays = [self._moves.stays(index) for index in range(len(cuts))]
+        self._moves = OwnerExchange(comm, shardings, owners)
+        self._views_shard = [cut.is_whole_on(owner) for cut, owner in zip(shardings, owners, strict=True)]
+        self._stays = [self._moves.stays(index) for index in range(len(shardings))]
         self._filled: set[int] = set()
         self._seen: dict[int, torch.Tensor] = {}
         self._is_checked = False
@@ -77,11 +76,11 @@ class OwnedParams:
         return (GroupCache.current().host_of(self.comm) if dist.is_initialized() else None) or self.comm
 
     def owns(self, index: int) -> bool:
-        """Whether this rank owns a parameter."""
+        """Return whether this rank owns a parameter."""
         return self._moves.owns(index)
 
     def shard(self, index: int) -> torch.Tensor:
-        """This rank's elements of a parameter, in place.
+        """Return this rank's elements of a parameter, in place.
 
         Raises:
             EngineError: they are not those of a shard.
@@ -99,7 +98,8 @@ class OwnedParams:
 
     @_compat.outside_of_modes
     def flags(self) -> Flags:
-        """Collective over `comm`. Which parameters have gradients, and which were changed other than by a step."""
+        """Collective over `comm`. Return which parameters have gradients, and which have changed other than by a
+        step."""
         count = len(self.params)
         is_first, self._is_checked = not self._is_checked, True
         with raise_together(self.control) if is_first else contextlib.nullcontext():
@@ -115,7 +115,7 @@ class OwnedParams:
         return Flags(*(row.bool().tolist() for row in mine.cpu()))
 
     def _changed(self) -> torch.Tensor:
-        """Which parameters this rank's owners, or its shards, have other values of than each other."""
+        """Return which parameters this rank's owners, or its shards, have other values of than each other."""
         found = torch.zeros(len(self.params), dtype=torch.uint8)
         compared: dict[int, torch.Tensor] = {}
         for index, each in enumerate(self.params):
@@ -147,7 +147,7 @@ class OwnedParams:
         self._note_values(chosen)
 
     def waves(self, chosen: Sequence[int], count: int) -> list[list[int]]:
-        """Not collective. `chosen` parameters in `count` parts, of each owner about as many elements in each."""
+        """Divide `chosen` parameters into `count` parts, of each owner about as many elements in each."""
         parts: list[list[int]] = [[] for _ in range(count)]
         number_of = dict.fromkeys(self.owners, 0)
         for index in sorted(chosen, key=lambda index: -self.params[index].numel):
@@ -156,7 +156,7 @@ class OwnedParams:
         return [sorted(part) for part in parts]
 
     def gather_grads(self, chosen: Sequence[int], *, async_op: bool = False) -> Finish:
-        """Collective over `comm`. Give owners gradients of `chosen` parameters; for `async_op` see ``OwnerMoves``."""
+        """Collective over `comm`. Give owners gradients of `chosen` parameters, see ``OwnerExchange.gather``."""
         here = {
             index: local_grad(each.param).to(each.param.dtype)
             for index, each in ((index, self.params[index]) for index in chosen)
@@ -226,7 +226,7 @@ class OwnedParams:
     # State
 
     def shown_state(self, states: Mapping[int, State]) -> list[State]:
-        """Collective over `comm`. The state of each parameter as that of its shard.
+        """Collective over `comm`. Return the state of each parameter as that of its shard.
 
         Tensors of the parameter's shape become this rank's part of them; others, on all ranks, are marked by
         ``mark_whole_state``.
@@ -268,7 +268,7 @@ class OwnedParams:
             )
 
     def _merged(self, mine: Mapping[str, StateInfo], empty: set[str]) -> dict[str, StateInfo]:
-        """Collective over `comm`. The state that ranks have, by name; of parameters in `empty` this rank has none."""
+        """Collective over `comm`. Return the state that ranks have, by name; this rank has none of those in `empty`."""
         with raise_together(self.control):
             names = [each.name for each in self.params]
             packed = RankState([], dict(mine), empty, names=names, with_shapes=True).packed()
@@ -277,7 +277,8 @@ class OwnedParams:
             return convert_all_state_info(gathered)
 
     def _by_kind(self, merged: Mapping[str, StateInfo]) -> dict[tuple[str, torch.dtype, bool], list[int]]:
-        """Numbers of parameters by the name and dtype of a state tensor, and whether it has the parameter's shape."""
+        """Return numbers of parameters by name and dtype of a state tensor, and whether it has the parameter's
+        shape."""
         found: dict[tuple[str, torch.dtype, bool], list[int]] = {}
         for index, each in enumerate(self.params):
             for name, info in merged.get(each.name, StateInfo()).tensors.items():
@@ -287,7 +288,7 @@ class OwnedParams:
     def _state_in_shards(
         self, name: str, dtype: torch.dtype, chosen: Sequence[int], states: Mapping[int, State]
     ) -> dict[int, torch.Tensor]:
-        """Collective over `comm`. This rank's part of state with one value for each element, like the parameters."""
+        """Collective over `comm`. Return this rank's part of state with one value for each element."""
         shards: dict[int, torch.Tensor] = {}
         for index in chosen:
             local = local_part(self.params[index].param)
@@ -311,7 +312,7 @@ class OwnedParams:
         states: Mapping[int, State],
         merged: Mapping[str, StateInfo],
     ) -> dict[int, torch.Tensor]:
-        """Collective over `comm`. State of other shapes, whole on all ranks."""
+        """Collective over `comm`. Return state of other shapes, whole on all ranks."""
         shapes = {index: merged[self.params[index].name].tensors[name].shape for index in chosen}
         found: dict[int, torch.Tensor] = {}
         of_owner: dict[int, list[int]] = {}
@@ -332,7 +333,7 @@ class OwnedParams:
         return found
 
     def own_state(self, given: Sequence[State]) -> dict[int, State]:
-        """Collective over `comm`. The state of parameters that this rank owns, of state as ``shown_state`` gives it.
+        """Collective over `comm`. Return the state that this rank owns, of state as ``shown_state`` gives it.
 
         Args:
             given: by parameter; also with whole tensors, as the optimizer of the plain model has, on all ranks.
@@ -377,7 +378,7 @@ class OwnedParams:
         return found
 
     def _described(self, index: int, name: str, value: Any, is_whole: bool) -> Any:
-        """A state as a tensor without memory, of the whole shape, for other ranks."""
+        """Return a state as a tensor without memory, of the whole shape, for other ranks."""
         each = self.params[index]
         if not isinstance(value, torch.Tensor) or (not value.dim() and not isinstance(value, DTensor)):
             return value
@@ -394,7 +395,7 @@ class OwnedParams:
         )
 
     def _is_whole_form(self, given: Sequence[State]) -> bool | None:
-        """Whether tensors are whole; None if that cannot be seen from those of this rank."""
+        """Return whether tensors are whole; None if that cannot be seen from those of this rank."""
         looks_cut = None
         for index, (each, state) in enumerate(zip(self.params, given, strict=True)):
             here = self._moves.numel_here(index)
@@ -415,7 +416,7 @@ class OwnedParams:
         return looks_cut
 
     def _owned_values(self, index: int, given: State, info: StateInfo, is_whole: bool) -> State:
-        """What this rank, the owner, has of a state; with memory for what it will receive."""
+        """Return what this rank, the owner, has of a state; with memory for what it will receive."""
         each = self.params[index]
         found: State = {name: given.get(name, value.clone()) for name, value in info.scalar_tensors.items()}
         found.update({name: given.get(name, value) for name, value in info.non_tensors.items()})
@@ -439,18 +440,18 @@ class OwnedParams:
 
 
 def _device_of_copies(device: torch.device) -> torch.device:
-    """Where copies of state are made: in host memory, where there is more of it."""
+    """Return where copies of state are made: in host memory, where there is more of it."""
     return torch.device("cpu") if accelerator.is_accelerator(device) else device
 
 
 def _with_dim(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that state of a parameter's shape has on ranks: that of a single number is a run of one."""
+    """Return the shape that state of a parameter's shape has on ranks: that of a single number is a run of one."""
     return shape or (1,)
 
 
 @_compat.outside_of_modes
 def _fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """Numbers, int64, that almost surely differ if values do: of each 4 KiB the sum of its words, mixed by place."""
+    """Return int64 numbers that almost surely differ if values do: sums of words, mixed by place, of each 4 KiB."""
     values = (torch.view_as_real(values) if values.is_complex() else values).contiguous()
     values = values.as_strided((values.numel(),), (1,))  # view(-1) keeps any stride of a single element
     if values.storage_offset() * values.element_size() % 8:
@@ -472,5 +473,5 @@ def _fingerprint(values: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _weights(device: torch.device) -> torch.Tensor:
-    """An odd number for each place of a line."""
+    """Return an odd number for each place of a line."""
     return ((torch.arange(1, LINE + 1) * _GOLDEN) | 1).to(device)

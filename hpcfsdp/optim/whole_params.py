@@ -18,16 +18,16 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import UsageError
 from hpcfsdp.params.layout import Box, FlatLayout
 from hpcfsdp.reshard.boxes import chunk_box
-from hpcfsdp.reshard.owners import BlockCut, Cut, FlatCut, Lattice
+from hpcfsdp.reshard.owners import BlockSharding, FlatSharding, Lattice, Sharding
 from hpcfsdp.reshard.placements import mesh_boxes, rows_on_mesh
-from hpcfsdp.reshard.whole import is_cut
+from hpcfsdp.reshard.sharded_tensors import is_sharded
 from hpcfsdp.state.model import named_flat_params, units_of
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.units.dtensor_unit import OwnDTensor, dtensor_units_in
 from hpcfsdp.units.group_cache import GroupCache
 from hpcfsdp.units.unit_mesh import Dim, UnitMesh
 
-Share = Callable[[bool], tuple[Communicator, Cut]]
+Share = Callable[[bool], tuple[Communicator, Sharding]]
 """Collective over the ranks that it gives, the first time. The ranks among which a parameter has an owner, and how they
 share it: all that have parts of it (True), or those of one replica (False)."""
 
@@ -62,7 +62,7 @@ Known = dict[tuple[Any, ...], Any]
 
 
 def whole_params(model: nn.Module, *, joins_blocks: bool) -> dict[nn.Parameter, WholeParam]:
-    """Collective over all ranks of the model, the first time. Its parameters by what an optimizer steps.
+    """Collective over all ranks of the model, the first time. Return its parameters by what an optimizer steps.
 
     Flat parameters, which stand for several, are not among them.
 
@@ -115,11 +115,11 @@ def _of_sharded_params(model: nn.Module, joins_blocks: bool, known: Known) -> It
 
 def _share_of_flat(
     mesh: UnitMesh, layout: FlatLayout, index: int, joins_blocks: bool, known: Known, divides: bool
-) -> tuple[Communicator, Cut]:
+) -> tuple[Communicator, Sharding]:
     dims = _dims(mesh, divides=divides, joins_blocks=joins_blocks)
     if (mesh, dims) not in known:
         known[mesh, dims] = Lattice.of(mesh.ranks_by_dim(*dims))
-    return _comm(mesh, dims), FlatCut(layout, index, known[mesh, dims])
+    return _comm(mesh, dims), FlatSharding(layout, index, known[mesh, dims])
 
 
 def _of_rows(each: OwnDTensor, name: str, joins_blocks: bool, known: Known) -> WholeParam:
@@ -131,12 +131,12 @@ def _of_rows(each: OwnDTensor, name: str, joins_blocks: bool, known: Known) -> W
 
 def _share_of_rows(
     each: OwnDTensor, shape: tuple[int, ...], joins_blocks: bool, known: Known, divides: bool
-) -> tuple[Communicator, Cut]:
+) -> tuple[Communicator, Sharding]:
     mesh, param = each.mesh, each.param.sharded
     dims = _dims(mesh, divides=divides, joins_blocks=joins_blocks)
     comm = _comm(mesh, dims)
     if joins_blocks or each.block is None:
-        return comm, _block_cut(comm, param, known)
+        return comm, _block_sharding(comm, param, known)
     sizes = (shape[each.dim], *shape[: each.dim], *shape[each.dim + 1 :])  # chunks are of the first dimension
     boxes, lattice = {}, mesh.ranks_by_dim(*dims)
     for shard in range(mesh.shard.size):
@@ -144,13 +144,13 @@ def _share_of_rows(
         if box is not None and box.numel:
             offsets, numbers = ((*part[1 : each.dim + 1], part[0], *part[each.dim + 1 :]) for part in box)
             boxes.update(dict.fromkeys(lattice[:, shard, 0].tolist(), Box(offsets, numbers)))
-    return comm, BlockCut(shape, boxes)
+    return comm, BlockSharding(shape, boxes)
 
 
 def _of_plain(param: nn.Parameter, name: str, joins_blocks: bool, known: Known) -> WholeParam:
-    """A parameter that no unit owns."""
-    if not joins_blocks or not is_cut(param):
-        return WholeParam(name, param, tuple(_compat.local_of(param).shape), has_blocks=is_cut(param))
+    """Return a parameter that no unit owns."""
+    if not joins_blocks or not is_sharded(param):
+        return WholeParam(name, param, tuple(_compat.local_of(param).shape), has_blocks=is_sharded(param))
     assert isinstance(param, DTensor)
     boxes = mesh_boxes(tuple(param.shape), param.device_mesh.mesh, param.placements)
     if any(len(of_rank) > 1 for of_rank in boxes.values()):
@@ -161,26 +161,26 @@ def _of_plain(param: nn.Parameter, name: str, joins_blocks: bool, known: Known) 
     return WholeParam(name, param, tuple(param.shape), functools.partial(_share_of_plain, param, known))
 
 
-def _share_of_plain(param: nn.Parameter, known: Known, _divides: bool) -> tuple[Communicator, Cut]:
+def _share_of_plain(param: nn.Parameter, known: Known, _divides: bool) -> tuple[Communicator, Sharding]:
     assert isinstance(param, DTensor)
     comm = GroupCache.current().members_of(param.device_mesh)
-    return comm, _block_cut(comm, param, known)
+    return comm, _block_sharding(comm, param, known)
 
 
-def _block_cut(comm: Communicator, param: torch.Tensor, known: Known) -> BlockCut:
+def _block_sharding(comm: Communicator, param: torch.Tensor, known: Known) -> BlockSharding:
     assert isinstance(param, DTensor)
     key = comm, param.device_mesh, tuple(param.placements), tuple(param.shape)
     if key not in known:
         numbers = {rank: number for number, rank in enumerate(GroupCache.current().global_ranks(comm))}
         boxes = _boxes(tuple(param.shape), param.device_mesh.mesh, param.placements)
         held = {numbers[rank]: box for rank, box in boxes if rank in numbers and box.numel}
-        known[key] = BlockCut(tuple(param.shape), held)
-    found: BlockCut = known[key]
+        known[key] = BlockSharding(tuple(param.shape), held)
+    found: BlockSharding = known[key]
     return found
 
 
 def _boxes(shape: tuple[int, ...], ranks: torch.Tensor, placements: Sequence[Placement]) -> Iterator[tuple[int, Box]]:
-    """Each rank of a mesh with its box."""
+    """Return each rank of a mesh with its box."""
     rows = rows_on_mesh(shape, ranks, placements) if shape else None
     if rows is None:
         yield from ((rank, of_rank[0]) for rank, of_rank in mesh_boxes(shape, ranks, placements).items())
@@ -191,13 +191,13 @@ def _boxes(shape: tuple[int, ...], ranks: torch.Tensor, placements: Sequence[Pla
 
 
 def local_part(param: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a parameter, or of a tensor like it, in their shape here."""
+    """Return this rank's elements of a parameter, or of a tensor like it, in their shape here."""
     return _compat.local_of(param).detach()
 
 
 def local_grad(param: torch.Tensor) -> torch.Tensor:
-    """Collective over the mesh of a ``DTensor`` whose gradient is placed otherwise, as a pending sum. This rank's
-    elements of a parameter's gradient."""
+    """Collective over the mesh of a ``DTensor`` whose gradient is placed otherwise, as a pending sum. Return this
+    rank's elements of a parameter's gradient."""
     assert param.grad is not None
     grad = _compat.wait_tensor(param.grad)
     if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:

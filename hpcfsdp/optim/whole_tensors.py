@@ -21,7 +21,7 @@ from hpcfsdp.errors import UsageError
 from hpcfsdp.optim.muon import ELEMENT_FLOPS, Muon, newton_schulz_flops
 from hpcfsdp.optim.owned import Flags, OwnedParams, State
 from hpcfsdp.optim.whole_params import WholeParam, local_grad, local_part, whole_params
-from hpcfsdp.reshard.owners import Cut, all_of, choose_owners
+from hpcfsdp.reshard.owners import Sharding, all_of, choose_owners
 from hpcfsdp.state.model import communicator_of, named_flat_params
 from hpcfsdp.state.optim.initial import needs_closure, states_of_first_step
 from hpcfsdp.state.optim.values import digest, picklable
@@ -161,7 +161,7 @@ class WholeTensors(torch.optim.Optimizer):
             facts_of_groups = [(len(group["params"]), _hyper_digest(group)) for group in trial.param_groups]
         assert_same(self._ranks, digest((facts, facts_of_groups)).hex(), "WholeTensors: its groups, by a hash,")
         numbers = {param: number for number, param in enumerate(empty)}
-        lines: dict[Communicator | None, list[_Shared]] = {}
+        lines: dict[Communicator | None, list[_SharedParam]] = {}
         cost = self._cost or _cost_of(trial)
         mine = set()
         for group in trial.param_groups:
@@ -172,7 +172,7 @@ class WholeTensors(torch.optim.Optimizer):
                     continue
                 flops = float(cost(each.shape, group))
                 comm, cut = each.share(self._divides(each, flops))
-                lines.setdefault(comm if comm.size > 1 else None, []).append(_Shared(number, comm, cut, flops))
+                lines.setdefault(comm if comm.size > 1 else None, []).append(_SharedParam(number, comm, cut, flops))
         owners: dict[int, int] = {}
         for line in lines.values():
             comm = line[0].comm
@@ -207,7 +207,7 @@ class WholeTensors(torch.optim.Optimizer):
         return new
 
     def _found(self, groups: Iterable[Mapping[str, Any]]) -> list[WholeParam]:
-        """Collective over all ranks of the model, the first time. The parameters in groups, one after the other."""
+        """Collective over all ranks of the model, the first time. Return the parameters in groups, in order."""
         known = whole_params(self._model, joins_blocks=self._joins_blocks)
         sharded_params = {flat.parameter for _, flat, _ in named_flat_params(self._model) if not flat.use_orig_params}
         taken = set(self._params.values())
@@ -297,7 +297,7 @@ class WholeTensors(torch.optim.Optimizer):
         return loss
 
     def _step_first(self) -> None:
-        """Collective over all ranks of the model. A step that all ranks undo if it fails on one.
+        """Collective over all ranks of the model. Take a step that all ranks undo if it fails on one.
 
         Raises:
             UsageError: the optimizer looks at more than each parameter by itself.
@@ -361,7 +361,7 @@ class WholeTensors(torch.optim.Optimizer):
     # State
 
     def initial_state(self) -> dict[nn.Parameter, State]:
-        """Collective over all ranks of the model. The state of parameters that this rank owns before a first step."""
+        """Collective over all ranks of the model. Return the state before a first step of what this rank owns."""
         _fill(self._owned, self._alone)
         with raise_together(self._ranks):
             self._set_inner()
@@ -369,7 +369,7 @@ class WholeTensors(torch.optim.Optimizer):
         return {self._params[whole]: state for whole, state in made.items()}
 
     def shown_state(self) -> dict[nn.Parameter, State]:
-        """Collective over all ranks of the model. The state of all parameters as that of this rank's shards.
+        """Collective over all ranks of the model. Return the state of all parameters as that of this rank's shards.
 
         Tensors with one value for each element are this rank's part of them; other tensors are whole on each rank.
         """
@@ -403,7 +403,7 @@ class WholeTensors(torch.optim.Optimizer):
         self.state, self._has_loaded = _state_of(found), True
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective over all ranks of the model. Groups, and the state of this rank's shards, see ``shown_state``.
+        """Collective over all ranks of the model. Return groups, and state as ``shown_state`` has it.
 
         "whole_state" lists the tensors that are whole on each rank.
         """
@@ -444,12 +444,12 @@ class WholeTensors(torch.optim.Optimizer):
                 mark_whole_state(self.state[param_of[key]][name])
 
 
-class _Shared(NamedTuple):
+class _SharedParam(NamedTuple):
     """A parameter by its number, that the ranks of `comm` share."""
 
     number: int
     comm: Communicator
-    cut: Cut
+    cut: Sharding
     flops: float
 
 
@@ -479,7 +479,7 @@ def _fill(owned: Iterable[OwnedParams], alone: Iterable[tuple[WholeParam, nn.Par
 
 
 def _whole_param(each: WholeParam, device: torch.device) -> nn.Parameter:
-    """What the inner optimizer has for a parameter; its memory comes with its values."""
+    """Return what the inner optimizer has for a parameter; its memory comes with its values."""
     data = torch.zeros((), dtype=each.param.dtype, device=device).expand(each.shape)
     whole = nn.Parameter(data, requires_grad=each.param.requires_grad)
     label(whole, each.name, each.shape)
@@ -487,7 +487,7 @@ def _whole_param(each: WholeParam, device: torch.device) -> nn.Parameter:
 
 
 def _with_params(groups: Iterable[Mapping[str, Any]], params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Groups with other parameters, in the same order."""
+    """Return groups with other parameters, in the same order."""
     new = iter(params)
     return [
         {
@@ -499,12 +499,12 @@ def _with_params(groups: Iterable[Mapping[str, Any]], params: Iterable[nn.Parame
 
 
 def _marked(states: Mapping[Any, Any]) -> list[tuple[Any, str]]:
-    """The keys and names of tensors that are whole on each rank."""
+    """Return the keys and names of tensors that are whole on each rank."""
     return [(key, name) for key, state in states.items() for name, value in state.items() if is_whole_state(value)]
 
 
 def _like(param: torch.Tensor, value: Any) -> Any:
-    """State of a parameter that is no other rank's, as a ``DTensor`` if the parameter is one."""
+    """Return state of a parameter that is no other rank's, as a ``DTensor`` if the parameter is one."""
     if isinstance(param, DTensor) and isinstance(value, torch.Tensor) and value.shape == local_part(param).shape:
         return _compat.dtensor_like(param, value)
     return value
@@ -520,7 +520,7 @@ def _check_grads(owned: OwnedParams, flags: Flags) -> None:
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
-    """Groups of parameters, or of (name, parameter) pairs, each with a list of them."""
+    """Return groups of parameters, or of (name, parameter) pairs, each with a list of them."""
     if isinstance(params, torch.Tensor):
         raise TypeError("WholeTensors: params is a tensor: give a list of parameters, or groups of them")
     entries = list(params)
@@ -537,7 +537,7 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
 
 
 def _checked(param: Any, number: int, known: Mapping[Any, WholeParam], sharded_params: Collection[Any]) -> WholeParam:
-    """The parameter of the model that is in group `number`."""
+    """Return the parameter of the model that is in group `number`."""
     if not isinstance(param, torch.Tensor):
         raise TypeError(f"WholeTensors: a parameter in group {number} is of {type(param).__name__}: give tensors")
     if param in sharded_params:
@@ -576,7 +576,7 @@ def _check_class(kind: Any) -> None:
 
 
 def _cost_of(optimizer: torch.optim.Optimizer) -> Cost:
-    """The default cost of an optimizer's steps."""
+    """Return the default cost of an optimizer's steps."""
     if isinstance(optimizer, Muon):
         return optimizer.step_flops
     if isinstance(optimizer, torch.optim.Muon):
@@ -585,7 +585,7 @@ def _cost_of(optimizer: torch.optim.Optimizer) -> Cost:
 
 
 def _move_cost(param: torch.Tensor) -> float:
-    """Operations in the time in which an element moves to its owner and back."""
+    """Return the operations in the time in which an element moves to its owner and back."""
     on_device = accelerator.is_accelerator(local_part(param).device)
     return 2 * param.dtype.itemsize * (DEVICE_FLOPS_PER_BYTE if on_device else HOST_FLOPS_PER_BYTE)
 
@@ -596,12 +596,12 @@ def _state_of(found: Mapping[nn.Parameter, State]) -> Any:
 
 
 def _hyper_digest(group: Mapping[str, Any]) -> bytes:
-    """Of hyper-parameters; of values that cannot be pickled their type counts."""
+    """Return a digest of hyper-parameters; of values that cannot be pickled their type counts."""
     return digest({key: picklable(value) for key, value in _hyper(group).items() if key != "param_names"})
 
 
 def _on_host(value: Any) -> Any:
-    """A copy of a tensor, or of a state: in host memory, where there is room."""
+    """Return a copy of a tensor, or of a state: in host memory, where there is room."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     return {key: _on_host(inner) for key, inner in value.items()} if type(value) is dict else copy.deepcopy(value)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,12 +17,12 @@ from hpcfsdp.params.layout import Box, Run
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """Return all of a tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def chunk_box(shape: Sequence[int], num_chunks: int, chunk: int) -> Box | None:
-    """The rows of a chunk along the first dimension, None if it has none.
+    """Return the rows of a chunk along the first dimension, None if it has none.
 
     As ``torch.chunk`` and DTensor's ``Shard(0)`` cut: all chunks have equally many rows but for the last ones, which
     have fewer, or none. A tensor without rows is the first chunk.
@@ -36,7 +35,7 @@ def chunk_box(shape: Sequence[int], num_chunks: int, chunk: int) -> Box | None:
 
 
 def run_boxes(shape: Sequence[int], start: int, numel: int) -> list[Box]:
-    """The boxes of `numel` consecutive elements of a tensor from `start` on, in row-major order.
+    """Return the boxes of `numel` consecutive elements of a tensor from `start` on, in row-major order.
 
     At most two for each dimension: the rest of a row, then of a matrix, and so on, all whole ones, and back.
     """
@@ -63,7 +62,7 @@ def _within_row(row: int, box: Box) -> Box:
 
 
 def joined_boxes(shape: Sequence[int], runs: Iterable[tuple[int, int]]) -> list[Box]:
-    """Few boxes with these elements; the boxes one after the other have them in the order of the runs.
+    """Return few boxes with these elements; the boxes one after the other have them in the order of the runs.
 
     Args:
         shape: of the tensor, of at least one dimension and one element.
@@ -80,7 +79,7 @@ def joined_boxes(shape: Sequence[int], runs: Iterable[tuple[int, int]]) -> list[
 
 
 def _joined(left: Box, right: Box) -> Box | None:
-    """Both as one box, if its elements are those of the left one, then of the right one."""
+    """Return both as one box, if its elements are those of the left one, then of the right one."""
     for dim, (begin, size, after) in enumerate(zip(left.offsets, left.sizes, right.offsets, strict=True)):
         behind = slice(dim + 1, None)
         if begin + size == after and left.offsets[behind] == right.offsets[behind]:
@@ -106,7 +105,7 @@ class Levels(NamedTuple):
     repeated: list[tuple[int, int]]
 
     def starts(self, depth: int) -> np.ndarray:
-        """Where the repetitions of the `depth` outermost levels begin, int64, 1-D, in the order of the box."""
+        """Return where the repetitions of the `depth` outermost levels begin, int64, 1-D, in the order of the box."""
         found = np.array([self.start], np.int64)
         for count, stride in self.repeated[:depth]:
             found = (found[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
@@ -114,7 +113,7 @@ class Levels(NamedTuple):
 
 
 def levels_of(shape: Sequence[int], box: Box) -> Levels:
-    """The fewest levels that a box with elements has in a tensor of a shape."""
+    """Return the fewest levels that a box with elements has in a tensor of a shape."""
     start, stride, repeated = 0, 1, []
     for whole, begin, size in zip(reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True):
         start += begin * stride
@@ -127,19 +126,8 @@ def levels_of(shape: Sequence[int], box: Box) -> Levels:
     return Levels(start, numel, repeated[::-1])
 
 
-class Move(NamedTuple):
-    """Elements of one tensor that go from one memory to another."""
-
-    index: int
-    source: int
-    """First element within the memory they come from."""
-    target: int
-    """First element within the memory they go to."""
-    numel: int
-
-
-def cut_runs(index: int, frame: Box, box: Box, offset: int = 0) -> Iterator[Run]:
-    """The runs that two blocks of a tensor have in common, in row-major order.
+def common_runs(index: int, frame: Box, box: Box, offset: int = 0) -> Iterator[Run]:
+    """Return the runs that two blocks of a tensor have in common, in row-major order.
 
     Args:
         frame: starts are counted in this block, as if it were the tensor.
@@ -166,32 +154,3 @@ def cut_runs(index: int, frame: Box, box: Box, offset: int = 0) -> Iterator[Run]
 
 def _row_major(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-
-
-def intersect(sources: Sequence[Run], targets: Sequence[Run]) -> list[Move]:
-    """The moves from `sources` to `targets`, in the order of tensors and elements.
-
-    Both are in that order, and neither has an element twice. Takes time in proportion to the runs of both where they
-    overlap.
-    """
-    if not sources or not targets:
-        return []
-    moves, i, j = [], _first_to_reach(sources, targets[0]), _first_to_reach(targets, sources[0])
-    while i < len(sources) and j < len(targets):
-        source, target = sources[i], targets[j]
-        if source.index == target.index:
-            begin = max(source.start, target.start)
-            numel = min(source.start + source.numel, target.start + target.numel) - begin
-            if numel > 0:
-                at = source.offset + begin - source.start, target.offset + begin - target.start
-                moves.append(Move(source.index, *at, numel))
-        if (source.index, source.start + source.numel) <= (target.index, target.start + target.numel):
-            i += 1
-        else:
-            j += 1
-    return moves
-
-
-def _first_to_reach(runs: Sequence[Run], run: Run) -> int:
-    """The place of the last run that begins no later than `run` does: those before it end earlier."""
-    return max(0, bisect_right(runs, run[:2], key=lambda other: other[:2]) - 1)

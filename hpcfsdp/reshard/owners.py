@@ -40,7 +40,7 @@ class Lattice(NamedTuple):
         return cls(ranks, places)
 
 
-class Cut(abc.ABC):
+class Sharding(abc.ABC):
     """The boxes of one tensor on ranks.
 
     Attributes:
@@ -57,30 +57,31 @@ class Cut(abc.ABC):
 
     @abc.abstractmethod
     def boxes(self, rank: int) -> Boxes:
-        """The boxes of a rank; none for one without elements."""
+        """Return the boxes of a rank; none for one without elements."""
 
     @abc.abstractmethod
     def shares(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ranks with elements, and how many they have, int64 both."""
+        """Return ranks with elements, and how many they have, int64 both."""
 
     @abc.abstractmethod
     def sends(self, rank: int, owner: int) -> bool:
-        """Whether `rank`, which has elements, sends them where `owner` is to have all. Of copies one rank sends."""
+        """Return whether `rank`, which has elements, sends them where `owner` is to have all. Of copies one rank
+        sends."""
 
     @abc.abstractmethod
     def senders(self, owner: int) -> Iterator[tuple[int, Boxes]]:
-        """The ranks that send, and what; together, and with the owner's own, all elements once."""
+        """Return the ranks that send, and what; together, and with the owner's own, all elements once."""
 
     @abc.abstractmethod
     def copies(self) -> Iterator[tuple[int, Boxes]]:
-        """All ranks with elements, and what they have."""
+        """Return all ranks with elements, and what they have."""
 
     def is_whole_on(self, rank: int) -> bool:
-        """Whether a rank has all elements."""
+        """Return whether a rank has all elements."""
         return sum(box.numel for box in self.boxes(rank)) == self.numel
 
 
-class FlatCut(Cut):
+class FlatSharding(Sharding):
     """A parameter of a flat parameter, in runs of elements. Tensor-parallel ranks may have runs of other blocks.
 
     Of copies, those of the owner's own replica are sent, and of its own tensor-parallel rank where that has the block.
@@ -138,7 +139,7 @@ class FlatCut(Cut):
         return np.concatenate([ranks for ranks, _ in found]), np.concatenate([numels for _, numels in found])
 
     def _line(self, owner: int, block: int) -> int:
-        """The tensor-parallel rank that sends a block."""
+        """Return the tensor-parallel rank that sends a block."""
         tensor = int(self._places[owner][2])
         return tensor if self._firsts[tensor] == block else block
 
@@ -164,7 +165,7 @@ class FlatCut(Cut):
                 yield from ((rank, boxes) for rank in alike)
 
 
-class BlockCut(Cut):
+class BlockSharding(Sharding):
     """A tensor of which each rank has a box, as a ``DTensor``.
 
     Of copies, the owner's own is sent, or the one at its place among the copies.
@@ -222,8 +223,8 @@ SLACK = 0.05
 """Share of the mean load by which a rank may exceed it with tensors that it has most of already."""
 
 
-def choose_owners(cuts: Sequence[Cut], costs: Sequence[float], size: int, move_cost: float) -> list[int]:
-    """The owner of each tensor among `size` ranks.
+def choose_owners(shardings: Sequence[Sharding], costs: Sequence[float], size: int, move_cost: float) -> list[int]:
+    """Return the owner of each tensor among `size` ranks.
 
     First each tensor, the most expensive ones before, stays with the rank that has most of it, unless that rank would
     have more than its share of the cost. The rest go one by one to the rank that is done first.
@@ -235,11 +236,11 @@ def choose_owners(cuts: Sequence[Cut], costs: Sequence[float], size: int, move_c
     Returns:
         A rank for each tensor.
     """
-    owners, loads = [0] * len(cuts), np.zeros(size)
+    owners, loads = [0] * len(shardings), np.zeros(size)
     limit = (1 + SLACK) * sum(costs) / size
     left = []
-    for index in sorted(range(len(cuts)), key=lambda index: -costs[index]):  # sorted() keeps the order of equal ones
-        ranks, numels = cuts[index].shares()
+    for index in sorted(range(len(shardings)), key=lambda index: -costs[index]):  # sorted() is stable
+        ranks, numels = shardings[index].shares()
         most = int(ranks[numels.argmax()]) if len(ranks) else 0
         if loads[most] + costs[index] <= limit:
             owners[index] = most
@@ -249,10 +250,10 @@ def choose_owners(cuts: Sequence[Cut], costs: Sequence[float], size: int, move_c
     for index, ranks, numels in left:
         idle = int(loads.argmin())
         candidates, has = np.append(ranks, idle), np.append(numels, numels[ranks == idle].sum())
-        ends = loads[candidates] + costs[index] + move_cost * (cuts[index].numel - has)
+        ends = loads[candidates] + costs[index] + move_cost * (shardings[index].numel - has)
         best = int(candidates[np.lexsort((candidates, ends))[0]])
         owners[index] = best
-        loads[best] += costs[index] + move_cost * float(cuts[index].numel - has[candidates == best][0])
+        loads[best] += costs[index] + move_cost * float(shardings[index].numel - has[candidates == best][0])
     return owners
 
 
@@ -274,24 +275,24 @@ class _Peer(NamedTuple):
     boxes: Boxes
 
 
-class OwnerMoves:
+class OwnerExchange:
     """The moves between shards and owners that this rank takes part in. Made without a message."""
 
-    def __init__(self, comm: Communicator, cuts: Sequence[Cut], owners: Sequence[int]) -> None:
+    def __init__(self, comm: Communicator, shardings: Sequence[Sharding], owners: Sequence[int]) -> None:
         """Not collective.
 
         Args:
             comm: the ranks, by which `cuts` and `owners` number them.
             owners: by tensor.
         """
-        self.comm, self.cuts, self.owners = comm, cuts, owners
+        self.comm, self.shardings, self.owners = comm, shardings, owners
         rank = comm.rank
-        self._own = [cut.boxes(rank) for cut in cuts]
+        self._own = [cut.boxes(rank) for cut in shardings]
         self._has = {index for index, boxes in enumerate(self._own) if boxes}
         self._senders: dict[int, list[_Peer]] = {}
         self._copies: dict[int, list[_Peer]] = {}
         self._sends: set[int] = set()
-        for index, (cut, owner) in enumerate(zip(cuts, owners, strict=True)):
+        for index, (cut, owner) in enumerate(zip(shardings, owners, strict=True)):
             if owner == rank:
                 self._senders[index] = [_Peer(*pair) for pair in cut.senders(rank)]
                 self._copies[index] = [_Peer(*pair) for pair in cut.copies() if pair[0] != rank]
@@ -299,16 +300,16 @@ class OwnerMoves:
                 self._sends.add(index)
 
     def numel_here(self, index: int) -> int:
-        """Elements of a tensor in this rank's shard."""
+        """Return elements of a tensor in this rank's shard."""
         return sum(box.numel for box in self._own[index])
 
     def owns(self, index: int) -> bool:
         return self.owners[index] == self.comm.rank
 
     def stays(self, index: int) -> bool:
-        """Whether no element of a tensor moves, the same on all ranks."""
+        """Return whether no element of a tensor moves, the same on all ranks."""
         owner = self.owners[index]
-        return self.cuts[index].is_whole_on(owner) and len(self.cuts[index].shares()[0]) <= 1
+        return self.shardings[index].is_whole_on(owner) and len(self.shardings[index].shares()[0]) <= 1
 
     @torch.no_grad()
     def gather(
@@ -357,7 +358,7 @@ class OwnerMoves:
         peers: Mapping[int, Sequence[_Peer]],
         taking_part: Container[int],
     ) -> tuple[Views, Views]:
-        """Views of this rank's shards by the owner, and of the tensors that it owns by the other rank.
+        """Return views of this rank's shards by the owner, and of the tensors that it owns by the other rank.
 
         Args:
             peers: of tensors that this rank owns.
@@ -375,11 +376,11 @@ class OwnerMoves:
 
     def _batches(self, chosen: Sequence[int]) -> Iterator[Sequence[int]]:
         limit = BATCH_NUMEL * self.comm.size
-        for part in batches([self.cuts[index].numel for index in chosen], limit):
+        for part in batches([self.shardings[index].numel for index in chosen], limit):
             yield chosen[part.start : part.stop]
 
     def _views(self, index: int, whole: torch.Tensor, boxes: Boxes) -> list[torch.Tensor]:
-        seen = whole.detach().view(self.cuts[index].view)
+        seen = whole.detach().view(self.shardings[index].view)
         return [seen[box.slices] for box in boxes]
 
     def _own_views(self, index: int, shard: torch.Tensor) -> list[torch.Tensor]:
@@ -392,7 +393,7 @@ class OwnerMoves:
     def _kept(
         self, part: Sequence[int], shard: TensorOf, whole: TensorOf
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of tensors that this rank owns, and of its shards, for the same elements in different memory."""
+        """Return views of tensors that this rank owns, and of its shards, for the same elements in different memory."""
         for index in part:
             if self.owns(index) and index in self._has:
                 views = self._views(index, whole(index), self._own[index])

@@ -21,7 +21,7 @@ _CACHED_RANKS = 1024
 
 
 def mesh_blocks(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[Placement]) -> dict[int, Box]:
-    """The one block of each rank of a mesh, in its row-major order. One without elements begins at a dimension's end.
+    """Return the one block of each rank of a mesh, in row-major order. Empty ones begin at a dimension's end.
 
     Args:
         shape: of the whole.
@@ -37,7 +37,7 @@ def mesh_blocks(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[
 
 
 def block_at(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement], place: Sequence[int]) -> Box:
-    """The one block at a place of a mesh, as ``mesh_blocks``, without those of the other ranks.
+    """Return the one block at a place of a mesh, as ``mesh_blocks``, without those of the other ranks.
 
     Args:
         mesh: its shape.
@@ -67,7 +67,7 @@ def _block(shape: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]]) -> 
 
 
 def mesh_boxes(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[Placement]) -> dict[int, list[Box]]:
-    """The blocks of a ``DTensor`` on each rank: one or none, but for ``_StridedShard``, which can leave several.
+    """Return the blocks of a ``DTensor`` on each rank: one or none, but for ``_StridedShard``, which can leave several.
 
     Several are parts of the local tensor, and are not consecutive there if they are cut along an inner dimension.
     Blocks without elements are left out; a tensor without any is a block of the first rank.
@@ -95,7 +95,7 @@ def mesh_boxes(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[P
 def rows_on_mesh(
     shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[Placement]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """The first row of each rank of a ``DTensor``, and the end of its rows; None unless all have consecutive rows.
+    """Return each rank's first row of a ``DTensor``, and the end of its rows; None unless they are consecutive.
 
     Takes milliseconds for thousands of ranks if the placements are ``Replicate`` and ``Shard(0)``.
 
@@ -141,7 +141,7 @@ def _spans_by_place(
 def _spans_on_mesh(
     shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> list[tuple[list[tuple[int, int]], ...]]:
-    """By place of a mesh, in row-major order, its parts of each dimension, as (begin, end)."""
+    """Return the parts of each dimension, as (begin, end), by place of a mesh in row-major order."""
     cuts = _cuts(shape, placements)
     tables = [_spans(size, [(mesh[axis], n) for axis, n in of]) for size, of in zip(shape, cuts, strict=True)]
     return [
@@ -155,7 +155,7 @@ _cached_spans = functools.lru_cache(maxsize=64)(_spans_on_mesh)
 
 
 def _cuts(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> list[list[tuple[int, int]]]:
-    """By dimension of a tensor the (dimension of the mesh, strides) that cut it, in order."""
+    """Return the (dimension of the mesh, strides) that shard each dimension of a tensor, in order."""
     cuts: list[list[tuple[int, int]]] = [[] for _ in shape]
     for axis, placement in enumerate(placements):
         if placement.is_replicate():
@@ -176,7 +176,7 @@ def _box(spans: Sequence[tuple[int, int]]) -> Box:
 
 
 def _spans(size: int, cuts: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], list[tuple[int, int]]]:
-    """The parts of a dimension at each place, as (begin, end), after cuts into (parts, strides) in order."""
+    """Return the parts of a dimension at each place, as (begin, end), after cuts into (parts, strides) in order."""
     table: dict[tuple[int, ...], list[tuple[int, int]]] = {(): [(0, size)]}
     for parts, strides in cuts:
         table = {
@@ -188,7 +188,7 @@ def _spans(size: int, cuts: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], 
 
 
 def _strided_part(spans: Sequence[tuple[int, int]], parts: int, strides: int, part: int) -> list[tuple[int, int]]:
-    """The same part of each stride, which are equal parts themselves."""
+    """Return the same part of each stride, which are equal parts themselves."""
     found: list[tuple[int, int]] = []
     for stride in range(strides):
         for begin, end in _part(_part(spans, strides, stride), parts, part):
@@ -199,7 +199,7 @@ def _strided_part(spans: Sequence[tuple[int, int]], parts: int, strides: int, pa
 
 
 def _part(spans: Sequence[tuple[int, int]], parts: int, part: int) -> list[tuple[int, int]]:
-    """As ``torch.chunk`` cuts: the last parts are smaller, or there are none."""
+    """Return a part as ``torch.chunk`` cuts: the last parts are smaller, or there are none."""
     total = sum(end - begin for begin, end in spans)
     step = -(-total // parts)
     first, stop = min(part * step, total), min((part + 1) * step, total)

@@ -12,12 +12,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from hpcfsdp.comm import Communicator
 from hpcfsdp.params.layout import Box, FlatLayout, Run
-from hpcfsdp.reshard.boxes import Move, cut_runs, intersect, whole_box
+from hpcfsdp.reshard.boxes import common_runs, whole_box
 
 RunsOf = Callable[[int], Sequence[Run]]
 """The runs that a rank holds."""
@@ -29,8 +30,19 @@ Flat = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
 """Memory by the index of moves, 1-D each; None, or no entry, for tensors without elements on this rank."""
 
 
+class Transfer(NamedTuple):
+    """Elements of one tensor that go from one memory to another."""
+
+    index: int
+    source: int
+    """First element within the memory they come from."""
+    target: int
+    """First element within the memory they go to."""
+    numel: int
+
+
 @dataclass(frozen=True)
-class MovePlan:
+class RedistributePlan:
     """The moves that one rank takes part in. Made from distributions alone, without a message.
 
     Attributes:
@@ -39,28 +51,28 @@ class MovePlan:
         received: by rank; a source offset is one in that rank's memory.
     """
 
-    kept: list[Move]
-    sent: list[list[Move]]
-    received: list[list[Move]]
+    kept: list[Transfer]
+    sent: list[list[Transfer]]
+    received: list[list[Transfer]]
 
     @classmethod
-    def make(cls, rank: int, size: int, sources: RunsOf, targets: RunsOf) -> MovePlan:
+    def make(cls, rank: int, size: int, sources: RunsOf, targets: RunsOf) -> RedistributePlan:
         """Plan for `rank` of `size`. Every element of `targets` is in `sources` once."""
         mine, wanted = sources(rank), targets(rank)
-        sent: list[list[Move]] = [[] for _ in range(size)]
-        received: list[list[Move]] = [[] for _ in range(size)]
+        sent: list[list[Transfer]] = [[] for _ in range(size)]
+        received: list[list[Transfer]] = [[] for _ in range(size)]
         for other in range(size):
             if other != rank:
                 sent[other] = intersect(mine, targets(other)) if mine else []
                 received[other] = intersect(sources(other), wanted) if wanted else []
         return cls(intersect(mine, wanted), sent, received)
 
-    def parts(self, groups: Iterable[range]) -> Iterator[MovePlan]:
-        """This plan, one range of tensors after the other; ascending ranges that hold all of them."""
-        stops, size, nothing = [group.stop for group in groups], len(self.sent), list[Move]()
+    def parts(self, groups: Iterable[range]) -> Iterator[RedistributePlan]:
+        """Return this plan, one range of tensors after the other; ascending ranges that hold all of them."""
+        stops, size, nothing = [group.stop for group in groups], len(self.sent), list[Transfer]()
         everything = [self.kept, *self.sent, *self.received]
         # Most ranks have no move in most groups: only moves that exist are listed.
-        cuts: list[dict[int, list[Move]]] = [{} for _ in stops]
+        cuts: list[dict[int, list[Transfer]]] = [{} for _ in stops]
         for which, moves in enumerate(everything):
             for step in moves:
                 cuts[bisect_right(stops, step.index)].setdefault(which, []).append(step)
@@ -68,11 +80,40 @@ class MovePlan:
             lists = [nothing] * len(everything)
             for which, moves in cut.items():
                 lists[which] = moves
-            yield MovePlan(lists[0], lists[1 : 1 + size], lists[1 + size :])
+            yield RedistributePlan(lists[0], lists[1 : 1 + size], lists[1 + size :])
+
+
+def intersect(sources: Sequence[Run], targets: Sequence[Run]) -> list[Transfer]:
+    """Return the moves from `sources` to `targets`, in the order of tensors and elements.
+
+    Both are in that order, and neither has an element twice. Takes time in proportion to the runs of both where they
+    overlap.
+    """
+    if not sources or not targets:
+        return []
+    moves, i, j = [], _first_to_reach(sources, targets[0]), _first_to_reach(targets, sources[0])
+    while i < len(sources) and j < len(targets):
+        source, target = sources[i], targets[j]
+        if source.index == target.index:
+            begin = max(source.start, target.start)
+            numel = min(source.start + source.numel, target.start + target.numel) - begin
+            if numel > 0:
+                at = source.offset + begin - source.start, target.offset + begin - target.start
+                moves.append(Transfer(source.index, *at, numel))
+        if (source.index, source.start + source.numel) <= (target.index, target.start + target.numel):
+            i += 1
+        else:
+            j += 1
+    return moves
+
+
+def _first_to_reach(runs: Sequence[Run], run: Run) -> int:
+    """Return the place of the last run that begins no later than `run` does: those before it end earlier."""
+    return max(0, bisect_right(runs, run[:2], key=lambda other: other[:2]) - 1)
 
 
 def batches(sizes: Sequence[int], limit: int | None = None) -> list[range]:
-    """Ranges of consecutive tensors with at most `limit` elements (``BATCH_NUMEL``) together, or one larger tensor."""
+    """Return ranges of consecutive tensors of at most `limit` elements (``BATCH_NUMEL``), or of one larger tensor."""
     limit = BATCH_NUMEL if limit is None else limit
     found, begin, held = [], 0, 0
     for index, size in enumerate(sizes):
@@ -84,7 +125,7 @@ def batches(sizes: Sequence[int], limit: int | None = None) -> list[range]:
 
 
 @torch.no_grad()
-def move(comm: Communicator, plan: MovePlan, source: Flat, target: Flat, dtype: torch.dtype) -> None:
+def redistribute(comm: Communicator, plan: RedistributePlan, source: Flat, target: Flat, dtype: torch.dtype) -> None:
     """Collective over `comm`. Bring values from `source` to `target` on all ranks as planned.
 
     A single run of the right dtype and device is sent from, or received in, its place. All else is copied through
@@ -107,7 +148,7 @@ def move(comm: Communicator, plan: MovePlan, source: Flat, target: Flat, dtype: 
 
 
 def _packed(
-    source: Flat, moves: list[Move], comm: Communicator, dtype: torch.dtype, nothing: torch.Tensor
+    source: Flat, moves: list[Transfer], comm: Communicator, dtype: torch.dtype, nothing: torch.Tensor
 ) -> torch.Tensor:
     if not moves:
         return nothing
@@ -122,9 +163,9 @@ def _packed(
 
 
 def _receive_buffer(
-    target: Flat, moves: list[Move], comm: Communicator, dtype: torch.dtype, nothing: torch.Tensor
+    target: Flat, moves: list[Transfer], comm: Communicator, dtype: torch.dtype, nothing: torch.Tensor
 ) -> torch.Tensor:
-    """The memory to receive in: the place of a single run, if it fits."""
+    """Return the memory to receive in: the place of a single run, if it fits."""
     if not moves:
         return nothing
     index, _, begin, numel = moves[0]
@@ -133,7 +174,7 @@ def _receive_buffer(
     return torch.empty(sum(m.numel for m in moves), dtype=dtype, device=comm.device)
 
 
-def _unpack(target: Flat, moves: list[Move], arrived: torch.Tensor) -> None:
+def _unpack(target: Flat, moves: list[Transfer], arrived: torch.Tensor) -> None:
     at = 0
     for index, _, begin, numel in moves:
         place, values = target[index][begin : begin + numel], arrived[at : at + numel]
@@ -185,7 +226,7 @@ class ShardedBlocks:
         wanted = self._box_runs(rank, boxes, self._numbers(shards))
         # Of other ranks' runs, only those that meet this rank's: there are ranks x slots of them.
         given, asked = sorted({run.index for run in mine}), {run.index for run in wanted}
-        plan = MovePlan.make(
+        plan = RedistributePlan.make(
             rank,
             self.comm.size,
             lambda other: mine if other == rank else self._shard_runs(other, shards, once=True, among=asked),
@@ -211,7 +252,7 @@ class ShardedBlocks:
         mine = self._box_runs(rank, boxes, self._numbers(shards))
         wanted = self._shard_runs(rank, shards, once=False)
         given, asked = {run.index for run in mine}, sorted({run.index for run in wanted})
-        plan = MovePlan.make(
+        plan = RedistributePlan.make(
             rank,
             self.comm.size,
             lambda other: mine if other == rank else self._box_runs(other, boxes, asked),
@@ -221,7 +262,7 @@ class ShardedBlocks:
 
     def _move(
         self,
-        plan: MovePlan,
+        plan: RedistributePlan,
         source: Callable[[int], torch.Tensor | None],
         targets: Mapping[int, torch.Tensor],
         dtype: torch.dtype,
@@ -231,7 +272,9 @@ class ShardedBlocks:
         for part in plan.parts(groups):
             numbers = {step.index for steps in (part.kept, *part.sent) for step in steps}
             memory = {index: source(index) for index in {number // self.num_blocks for number in numbers}}
-            move(self.comm, part, {number: memory[number // self.num_blocks] for number in numbers}, targets, dtype)
+            redistribute(
+                self.comm, part, {number: memory[number // self.num_blocks] for number in numbers}, targets, dtype
+            )
 
     @cached_property
     def _frames(self) -> list[Sequence[Box]]:
@@ -250,7 +293,7 @@ class ShardedBlocks:
         return [[index * size + boxes.index(box) for box in boxes] for index, boxes in enumerate(self._frames)]
 
     def _numbers(self, chosen: Iterable[int]) -> list[int]:
-        """The numbers of the different blocks of `chosen` slots that have elements."""
+        """Return the numbers of the different blocks of `chosen` slots that have elements."""
         return [
             number
             for index in chosen
@@ -261,7 +304,7 @@ class ShardedBlocks:
     def _shard_runs(
         self, rank: int, chosen: Collection[int], *, once: bool, among: Container[int] | None = None
     ) -> list[Run]:
-        """The runs in a rank's shard of `chosen` slots, by the numbers of their blocks.
+        """Return the runs in a rank's shard of `chosen` slots, by the numbers of their blocks.
 
         Args:
             once: of runs that several ranks have, only those of the first.
@@ -281,18 +324,18 @@ class ShardedBlocks:
         return runs
 
     def _box_runs(self, rank: int, boxes: BoxesOf, numbers: Iterable[int]) -> list[Run]:
-        """The runs in a rank's boxes of the blocks with these numbers."""
+        """Return the runs in a rank's boxes of the blocks with these numbers."""
         runs = []
         for number in numbers:
             index, block = divmod(number, self.num_blocks)
             frame, offset = self._frames[index][block], 0
             for box in boxes(rank, index):
-                runs += cut_runs(number, frame, box, offset)
+                runs += common_runs(number, frame, box, offset)
                 offset += box.numel
         return sorted(runs)
 
     def _by_number(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Memory by the numbers of blocks."""
+        """Return memory by the numbers of blocks."""
         return {
             index * self.num_blocks + block: tensor
             for index, tensor in tensors.items()

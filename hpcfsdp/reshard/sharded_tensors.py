@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
@@ -17,12 +21,12 @@ from hpcfsdp._compat import Shard, ShardedTensor, TensorProperties
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import chunk_box
-from hpcfsdp.reshard.metadata import box_of, metadata_of_boxes
 from hpcfsdp.reshard.placements import block_at, mesh_boxes
+from hpcfsdp.reshard.shard_metadata import box_of, metadata_of_boxes
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether a value is a ``ShardedTensor`` or a ``DTensor``."""
+    """Return whether a value is a ``ShardedTensor`` or a ``DTensor``."""
     return isinstance(value, (ShardedTensor, DTensor))
 
 
@@ -35,7 +39,7 @@ def create_sharded_tensor(
     boxes: Mapping[int, Box],
     devices_per_node: int | None = None,
 ) -> ShardedTensor:
-    """A tensor of `shape` with at most one block on each rank of `group`. Not collective.
+    """Return a tensor of `shape` with at most one block on each rank of `group`. Not collective.
 
     Args:
         local: this rank's block, of the size of its box, on `device`; None if it has none.
@@ -64,7 +68,7 @@ def create_chunk_sharded_tensor(
     ranks: Sequence[int],
     devices_per_node: int | None = None,
 ) -> ShardedTensor:
-    """A tensor of `shape` whose rows are chunked over `ranks`, the global ranks of `group`. Not collective."""
+    """Return a tensor of `shape` whose rows are chunked over `ranks`, the global ranks of `group`. Not collective."""
     chunks = ((rank, chunk_box(shape, len(ranks), chunk)) for chunk, rank in enumerate(ranks))
     boxes = {rank: box for rank, box in chunks if box is not None}
     return create_sharded_tensor(local, shape, dtype, device, group, boxes, devices_per_node)
@@ -78,7 +82,7 @@ def create_chunk_dtensor(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
 ) -> DTensor:
-    """A tensor of `shape` with one block on this rank of a mesh. Not collective.
+    """Return a tensor of `shape` with one block on this rank of a mesh. Not collective.
 
     Args:
         local: the block, which stays where it is, on whatever device the mesh is; None for one without elements.
@@ -92,7 +96,7 @@ def create_chunk_dtensor(
 
 
 def local_blocks(tensor: ShardedTensor | DTensor) -> list[tuple[Box, torch.Tensor]]:
-    """This rank's blocks of a distributed tensor, in the order of ``all_boxes``."""
+    """Return this rank's blocks of a distributed tensor, in the order of ``all_boxes``."""
     if isinstance(tensor, ShardedTensor):
         blocks = {box_of(shard.metadata): shard.tensor for shard in tensor.local_shards()}
         return sorted(blocks.items())
@@ -103,9 +107,7 @@ def local_blocks(tensor: ShardedTensor | DTensor) -> list[tuple[Box, torch.Tenso
 
 
 def check_readable(key: str, value: Any) -> None:
-    """Check that a tensor, or the local part of a distributed one, has dense values that can be copied.
-
-    Not collective.
+    """Check that a tensor, or the local part of a distributed one, has dense values that can be copied. Not collective.
 
     Args:
         key: of `value`, for the error.
@@ -131,7 +133,7 @@ def check_readable(key: str, value: Any) -> None:
 
 
 def properties_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of a tensor, of the whole if it is distributed.
+    """Return shape and dtype of a tensor, of the whole if it is distributed.
 
     ``ShardedTensor`` warns when it is asked for them as any tensor is.
     """
@@ -142,14 +144,14 @@ def properties_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def ranks_of_tensor(tensor: ShardedTensor | DTensor) -> list[int]:
-    """The global ranks of a distributed tensor, also those without elements."""
+    """Return the global ranks of a distributed tensor, also those without elements."""
     if isinstance(tensor, ShardedTensor):
         return dist.get_process_group_ranks(_compat.group_of_shards(tensor))
     return tensor.device_mesh.mesh.flatten().tolist()
 
 
 def all_boxes(tensor: ShardedTensor | DTensor) -> dict[int, list[Box]]:
-    """The blocks of a distributed tensor by global rank, in ascending order. Not collective.
+    """Return the blocks of a distributed tensor by global rank, in ascending order. Not collective.
 
     Replicas of a block are listed for each rank that has one.
     """
@@ -162,7 +164,7 @@ def all_boxes(tensor: ShardedTensor | DTensor) -> dict[int, list[Box]]:
 
 
 def _places(boxes: Sequence[Box]) -> list[tuple[slice, ...]]:
-    """The places of blocks in a local tensor that consists of them, side by side in each dimension."""
+    """Return the places of blocks in a local tensor that consists of them, side by side in each dimension."""
     begins: list[dict[int, int]] = []
     for dim in range(len(boxes[0].offsets) if boxes else 0):
         sizes = dict(sorted((box.offsets[dim], box.sizes[dim]) for box in boxes))
@@ -170,3 +172,51 @@ def _places(boxes: Sequence[Box]) -> list[tuple[slice, ...]]:
     return [
         tuple(slice(at[begin], at[begin] + size) for at, begin, size in zip(begins, *box, strict=True)) for box in boxes
     ]
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether it is a ``DTensor`` with different parts on ranks, or with pending sums."""
+    return isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Collective over the mesh of a sharded ``DTensor``. Return it whole; any other tensor as it is here."""
+    return tensor.detach().full_tensor() if is_sharded(tensor) else _compat.local_of(tensor).detach()
+
+
+@torch.no_grad()
+def fill_block(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Not collective. Copy this rank's part of a tensor that it has whole into a ``DTensor``, or all of it.
+
+    Raises:
+        ValueError: the placements of `target` are no blocks of values.
+    """
+    if isinstance(target, DTensor):
+        for box, block in local_blocks(target.detach()):
+            block.copy_(whole[box.slices])
+    else:
+        target.detach().copy_(whole)
+
+
+def as_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """Not collective. Return the memory of a contiguous tensor on the CPU: uint8, 1-D, not copied.
+
+    ``Tensor.numpy`` would mark its storage for good: ``resize_`` of a buffer fails afterwards.
+    """
+    place = {"data": (tensor.data_ptr(), False), "shape": (tensor.nbytes,), "typestr": "|u1", "version": 3}
+    holder = SimpleNamespace(__array_interface__=place, tensor=tensor)  # which the array keeps
+    return np.asarray(holder) if tensor.nbytes else np.empty(0, np.uint8)
+
+
+@torch.no_grad()
+def checksum(tensor: torch.Tensor) -> int:
+    """Not collective. Return a checksum of a tensor's bits, 0 for one without plain memory."""
+    if isinstance(tensor, DTensor) and not is_sharded(tensor):  # if it is cut, ranks may hold different blocks
+        tensor = tensor.to_local()
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    if not plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        return 0
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    if data.device.type != "cpu" and data.numel() > 1 << 16:
+        return int(data.sum(dtype=torch.int64))  # only a number leaves the device
+    return xxhash.xxh3_64_intdigest(as_bytes(data.cpu()))

@@ -33,7 +33,7 @@ class Block(Protocol):
 
 
 @dataclass(frozen=True)
-class Fault:
+class TilingFault:
     """The first element, in row-major order, that is not in exactly one block.
 
     Attributes:
@@ -50,7 +50,8 @@ class Fault:
 
 
 def find_outside(shape: Sequence[int], blocks: Sequence[Block]) -> int | None:
-    """The number of the first block that has other dimensions than the tensor, or is not within it; None if all are."""
+    """Return the number of the first block that has other dimensions than the tensor, or is not within it; None if all
+    are."""
     dims = len(shape)
     for number, block in enumerate(blocks):
         if len(block.offsets) != dims or len(block.sizes) != dims:
@@ -61,8 +62,8 @@ def find_outside(shape: Sequence[int], blocks: Sequence[Block]) -> int | None:
     return None
 
 
-def find_fault(shape: Sequence[int], blocks: Sequence[Block]) -> Fault | None:
-    """The first gap or overlap of blocks within a tensor; None if they tile it.
+def find_fault(shape: Sequence[int], blocks: Sequence[Block]) -> TilingFault | None:
+    """Return the first gap or overlap of blocks within a tensor; None if they tile it.
 
     Time and memory grow with the corners of the blocks, sorted: ``n log n``. Blocks without elements are ignored.
     """
@@ -71,8 +72,8 @@ def find_fault(shape: Sequence[int], blocks: Sequence[Block]) -> Fault | None:
     return first_fault(np.array(shape, dtype=np.int64), begins, begins + sizes)
 
 
-def first_fault(extents: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> Fault | None:
-    """The same of arrays, int64: the sizes of the tensor, and the corners of blocks, (blocks, dimensions)."""
+def first_fault(extents: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> TilingFault | None:
+    """Return the same of arrays, int64: the sizes of the tensor, and the corners of blocks, (blocks, dimensions)."""
     held = (ends > begins).all(axis=1)
     if not (extents > 0).all():
         return None
@@ -89,11 +90,11 @@ def first_fault(extents: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> Fa
     element = np.zeros(len(extents), dtype=np.int64)
     element[cut] = uneven[0]
     holding = np.flatnonzero(((begins <= element) & (element < ends)).all(axis=1))
-    return Fault(tuple(element.tolist()), tuple(holding[:2].tolist()))
+    return TilingFault(tuple(element.tolist()), tuple(holding[:2].tolist()))
 
 
 def uneven_corners(corners: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """The different corners, in row-major order, at which the steps do not add up to zero.
+    """Return the different corners, in row-major order, at which the steps do not add up to zero.
 
     Args:
         corners: (corners, dimensions), those of the whole among them with the opposite steps.
@@ -126,7 +127,7 @@ class TilingError(ValueError):
 
 
 def first_untiled(rows: np.ndarray, numels: Sequence[int]) -> int | None:
-    """The first tensor that rows do not tile, each element once; None if there is none.
+    """Return the first tensor that rows do not tile, each element once; None if there is none.
 
     Args:
         rows: with the fields `tensor`, `count`, `start`, `numel` and `stride`, in any order.
@@ -147,7 +148,7 @@ def first_untiled(rows: np.ndarray, numels: Sequence[int]) -> int | None:
     worst = int(tensors[outside].min()) if outside.any() else len(sizes)
     rows, tensors = rows[tensors < worst], tensors[tensors < worst]
     # All tensors one after the other are one line, which the rows have to tile; no row reaches beyond its tensor.
-    lines = _Lines.of(rows, bases[tensors])
+    lines = _Slabs.of(rows, bases[tensors])
     place = _first_unfit(lines, int(bases[worst]), bases)
     if place is not None:
         return int(np.searchsorted(bases, place, side="right")) - 1
@@ -157,7 +158,7 @@ def first_untiled(rows: np.ndarray, numels: Sequence[int]) -> int | None:
 def byte_ranges(
     begins: np.ndarray, numels: np.ndarray, counts: np.ndarray, strides: np.ndarray, owners: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of a file that rows occupy: first bytes and ends of ranges, by first byte, int64.
+    """Return the bytes of a file that rows occupy: first bytes and ends of ranges, by first byte, int64.
 
     Ranges overlap where rows do. Interleaved rows without gaps become one range; else each run is one.
 
@@ -169,7 +170,7 @@ def byte_ranges(
         TilingError: they are too irregular.
     """
     order = np.argsort(begins, kind="stable")
-    lines = _Lines(begins[order], numels[order], counts[order], strides[order])
+    lines = _Slabs(begins[order], numels[order], counts[order], strides[order])
     owners = owners[order]
     firsts = _cluster_firsts(lines)
     if not len(firsts):
@@ -186,7 +187,7 @@ def byte_ranges(
     return begins[order], ends[order]
 
 
-class _Lines(NamedTuple):
+class _Slabs(NamedTuple):
     """Rows on one line, ascending by their first elements; all int64, and none reaches beyond int64."""
 
     begins: np.ndarray
@@ -195,8 +196,8 @@ class _Lines(NamedTuple):
     strides: np.ndarray
 
     @classmethod
-    def of(cls, rows: np.ndarray, bases: np.ndarray) -> _Lines:
-        """Rows inside of their tensors, which begin at `bases`. Runs that touch each other become one."""
+    def of(cls, rows: np.ndarray, bases: np.ndarray) -> _Slabs:
+        """Return rows inside of their tensors, which begin at `bases`. Runs that touch each other become one."""
         begins, numels, counts, strides = (
             rows[name].astype(np.int64) for name in ("start", "numel", "count", "stride")
         )
@@ -212,25 +213,26 @@ class _Lines(NamedTuple):
         """Of the last run of each row."""
         return self.begins + (self.counts - 1) * self.strides + self.numels
 
-    def pick(self, which: np.ndarray) -> _Lines:
-        """Some of the rows."""
-        return _Lines(*(column[which] for column in self))
+    def pick(self, which: np.ndarray) -> _Slabs:
+        """Return some of the rows."""
+        return _Slabs(*(column[which] for column in self))
 
-    def expanded(self) -> _Lines:
-        """Each run as a row, in the order of the rows."""
+    def expanded(self) -> _Slabs:
+        """Return each run as a row, in the order of the rows."""
         which, within = _repeated(self.counts)
         begins, numels = self.begins[which] + within * self.strides[which], self.numels[which]
-        return _Lines(begins, numels, np.ones(len(which), np.int64), numels)
+        return _Slabs(begins, numels, np.ones(len(which), np.int64), numels)
 
 
 def _repeated(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each place, repeated `counts` times, and the number of each repetition."""
+    """Return each place, repeated `counts` times, and the number of each repetition."""
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _outside(rows: np.ndarray, numels: np.ndarray) -> np.ndarray:
-    """The rows without elements, with overlapping runs, or that reach beyond their tensors of `numels` elements."""
+    """Return the rows without elements, with overlapping runs, or that reach beyond their tensors of `numels`
+    elements."""
     start, numel, stride = rows["start"], rows["numel"], rows["stride"]
     whole, count = numels.astype(np.uint64), rows["count"].astype(np.uint64)
     bad = (count < 1) | (numel < 1) | (numel > whole) | (start > whole - np.minimum(numel, whole))
@@ -240,16 +242,17 @@ def _outside(rows: np.ndarray, numels: np.ndarray) -> np.ndarray:
     return bad
 
 
-def _cluster_firsts(lines: _Lines) -> np.ndarray:
-    """The first row of each cluster of overlapping or interleaved rows."""
+def _cluster_firsts(lines: _Slabs) -> np.ndarray:
+    """Return the first row of each cluster of overlapping or interleaved rows."""
     if not len(lines.begins):
         return np.empty(0, np.int64)
     before = np.maximum.accumulate(lines.ends)[:-1]
     return np.flatnonzero(np.append(True, lines.begins[1:] >= before))
 
 
-def _first_unfit(lines: _Lines, length: int, bases: np.ndarray) -> int | None:
-    """A place in the first tensor that is not covered exactly once, on the line up to `length`; None if all are."""
+def _first_unfit(lines: _Slabs, length: int, bases: np.ndarray) -> int | None:
+    """Return a place in the first tensor that is not covered exactly once, on the line up to `length`; None if all
+    are."""
     firsts = _cluster_firsts(lines)
     if not len(firsts):
         return 0 if length else None
@@ -269,8 +272,8 @@ def _first_unfit(lines: _Lines, length: int, bases: np.ndarray) -> int | None:
     return min(found, default=None)
 
 
-def _first_bad(lines: _Lines, of: np.ndarray, lengths: np.ndarray, lows: np.ndarray, bases: np.ndarray) -> list[int]:
-    """The begin of the first cluster that its rows do not tile, in a list; an empty list if there is none.
+def _first_bad(lines: _Slabs, of: np.ndarray, lengths: np.ndarray, lows: np.ndarray, bases: np.ndarray) -> list[int]:
+    """Return the begin of the first cluster that its rows do not tile, in a list; an empty list if there is none.
 
     Args:
         lines: rows, counted from the first element of their cluster; `of`: the number of that, ascending.
@@ -288,8 +291,8 @@ def _first_bad(lines: _Lines, of: np.ndarray, lengths: np.ndarray, lows: np.ndar
     return first or _first_bad(*rest)
 
 
-def _untiled(lines: _Lines, of: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
-    """A mask of the clusters that their rows do not tile; None if that takes too many parts."""
+def _untiled(lines: _Slabs, of: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
+    """Return a mask of the clusters that their rows do not tile; None if that takes too many parts."""
     widths = _widths(lines, of, lengths)
     odd = (lines.counts > 1) & (lines.strides != widths[of])
     if int(lines.counts[odd].sum()) > MOST_PARTS + 4 * len(of):
@@ -297,9 +300,9 @@ def _untiled(lines: _Lines, of: np.ndarray, lengths: np.ndarray) -> np.ndarray |
     of, lines = np.append(of[~odd], np.repeat(of[odd], lines.counts[odd])), _joined(lines, odd)
     # Each cluster is a matrix, and its rows are rectangles in it; all of the matrix counts with the opposite sign.
     number, once = np.arange(len(lengths)), np.ones_like(lengths)
-    wholes = _Lines(np.zeros_like(lengths), lengths, once, lengths)
+    wholes = _Slabs(np.zeros_like(lengths), lengths, once, lengths)
     signs = np.append(np.ones(len(of), np.int64), -once)
-    of, lines = np.append(of, number), _Lines(*map(np.append, lines, wholes))
+    of, lines = np.append(of, number), _Slabs(*map(np.append, lines, wholes))
     which, top, bottom, left, right = _rectangles(lines, widths[of])
     of, signs = of[which], signs[which]
     # A corner is one number. Each line of a matrix, and one after the last, has one place more for the ends.
@@ -315,8 +318,8 @@ def _untiled(lines: _Lines, of: np.ndarray, lengths: np.ndarray) -> np.ndarray |
     return bad
 
 
-def _widths(lines: _Lines, of: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The stride that most runs of a cluster have; its length where rows have one run each."""
+def _widths(lines: _Slabs, of: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the stride that most runs of a cluster have; its length where rows have one run each."""
     widths = lengths.copy()
     several = np.flatnonzero(lines.counts > 1)
     order = several[np.lexsort((lines.strides[several], of[several]))]
@@ -330,13 +333,13 @@ def _widths(lines: _Lines, of: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return widths
 
 
-def _joined(lines: _Lines, odd: np.ndarray) -> _Lines:
-    """The other rows, and each run of the odd ones as a row."""
-    return _Lines(*map(np.append, lines.pick(~odd), lines.pick(odd).expanded()))
+def _joined(lines: _Slabs, odd: np.ndarray) -> _Slabs:
+    """Return the other rows, and each run of the odd ones as a row."""
+    return _Slabs(*map(np.append, lines.pick(~odd), lines.pick(odd).expanded()))
 
 
-def _rectangles(lines: _Lines, width: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Rows as rectangles of matrices that are as wide as their strides.
+def _rectangles(lines: _Slabs, width: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return rows as rectangles of matrices that are as wide as their strides.
 
     Returns:
         For each rectangle the number of its row, first line, end of lines, first column, and end of columns.

@@ -45,7 +45,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _or_torchs(function: Function) -> Function:
-    """A function for models with units, and torch's own function of its name for all others."""
+    """Return a function for models with units, and torch's own function of its name for all others."""
 
     @functools.wraps(function)
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ def _or_torchs(function: Function) -> Function:
 
 
 def _of_torch(name: str, given: dict[str, Any]) -> Any:
-    """Torch's function `name`. Optimizers begin with their first state, and groups are those of the state dict."""
+    """Call torch's function `name`. Optimizers begin with their first state, and groups are those of the state dict."""
     model, options = given["model"], given.get("options") or StateDictOptions()
     if "optimizers" in given:
         given["optimizers"] = _listed(given["optimizers"])
@@ -87,7 +87,7 @@ def _of_torch(name: str, given: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _groups_as_given(given: dict[str, Any], options: StateDictOptions) -> Iterator[bool]:
-    """A context in which torch's function loads the groups of a state dict, and whether that has state.
+    """Return a context in which torch's function loads the groups of a state dict, and whether that has state.
 
     To torch the keys of the optimizer's own groups, and of its state, are those of every state dict. It fails where one
     side has others, and makes lists of tuples.
@@ -132,7 +132,7 @@ def _groups_as_given(given: dict[str, Any], options: StateDictOptions) -> Iterat
 
 
 def _named(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
-    """A state dict of the groups of optimizers alone, with the names of their parameters."""
+    """Return a state dict of the groups of optimizers alone, with the names of their parameters."""
     fqns, groups = get_param_to_fqns(model), [group for each in optimizers for group in each.param_groups]
     named = [{**group, "params": [n for p in group["params"] for n in fqns.get(p, ())]} for group in groups]
     return {"state": {}, "param_groups": named}
@@ -258,7 +258,7 @@ def set_optimizer_state_dict(
 def _to_load(
     model: nn.Module, optimizers: list[torch.optim.Optimizer], optim_state_dict: Any, options: StateDictOptions
 ) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-    """Collective over all ranks of the model. What each optimizer loads; nothing is changed yet."""
+    """Collective over all ranks of the model. Return what each optimizer loads; nothing is changed yet."""
     ranks, rank0_only = ranks_of_model(model), options.broadcast_from_rank0
     loaded = []
     for optimizer in optimizers:
@@ -290,7 +290,7 @@ def set_state_dict(
 
 
 def flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict with one level: ``state.NAME.KEY`` and, for each parameter, ``param_groups.NAME.KEY``.
+    """Return an optimizer's state dict with one level: ``state.NAME.KEY``, ``param_groups.NAME.KEY``.
 
     Raises:
         StateDictError: a value that is neither a tensor nor a number.
@@ -311,7 +311,7 @@ def flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unflatten(state_dict: Mapping[str, Any], groups: Iterable[Sequence[str]]) -> dict[str, Any]:
-    """The way back from ``flatten``.
+    """Undo ``flatten``.
 
     Args:
         groups: the names of the parameters in each group of the optimizer.
@@ -341,7 +341,7 @@ def unflatten(state_dict: Mapping[str, Any], groups: Iterable[Sequence[str]]) ->
 
 
 def _split(text: str, names: Collection[str]) -> tuple[str, str]:
-    """``NAME.KEY`` as the longest of `names` that it begins with, and the rest; empty if it begins with none."""
+    """Return ``NAME.KEY`` as the longest of `names` that it begins with, and the rest; empty if it begins with none."""
     end = text.rfind(".")
     while end > 0:
         if text[:end] in names:
@@ -351,7 +351,7 @@ def _split(text: str, names: Collection[str]) -> tuple[str, str]:
 
 
 def _of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a state dict is for this optimizer, where there are others."""
+    """Return what of a state dict is for this optimizer, where there are others."""
     if not isinstance(given, Mapping):
         raise StateDictError(f"an optimizer's state dict is a dict, not a {type(given).__name__}")
     fqns, aliases = get_param_to_fqns(model), get_aliases(model)
@@ -393,7 +393,7 @@ def _state_dict_type(model: nn.Module, options: StateDictOptions) -> contextlib.
 
 
 def _frozen(model: nn.Module) -> set[str]:
-    """The names of parameters that are not trained, tied names too."""
+    """Return the names of parameters that are not trained, tied names too."""
     fqns = get_param_to_fqns(model)
     found = {name for param, names in fqns.items() if not param.requires_grad for name in names}
     return found | {alias for alias, name in get_aliases(model).items() if name in found}

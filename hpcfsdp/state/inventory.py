@@ -41,7 +41,7 @@ class _Unusual(Exception):
 
 
 def take_inventory(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Inventory | None:
-    """Not collective. None for a model or optimizer that facts cannot describe, or that cannot be saved now.
+    """Not collective. Return None for what facts cannot describe, or what cannot be saved now.
 
     These are modules of ``fully_shard``, DTensors and other kinds of tensors, memory that is not contiguous, state that
     is no tensor, or of whole tensors that ranks own, and whatever the general way refuses.

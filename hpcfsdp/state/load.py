@@ -22,8 +22,8 @@ from hpcfsdp.errors import CrossedCallsError, HpcfsdpError, StateDictError
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import FlatLayout, ParamSlot
-from hpcfsdp.reshard.whole import fill_block
-from hpcfsdp.state.load_plan import Hook, Incoming, Reading, equal, own_hook, restore
+from hpcfsdp.reshard.sharded_tensors import fill_block
+from hpcfsdp.state.load_plan import Hook, Incoming, ModelLoadPlan, equal, own_hook, restore
 from hpcfsdp.state.model import has_extra_state, ranks_of_model
 from hpcfsdp.state.rank0 import FROM_RANK0, Rank0Source, checked
 from hpcfsdp.state.shards import LocalShards
@@ -83,7 +83,7 @@ def load_model(
         EngineError: a unit is at work, or summoned.
         StateDictError: on every rank, see ``StateDictMethods.load_state_dict``; or there is no unit.
     """
-    reading, first = Reading(module), Rank0Source(module) if from_rank0 else None
+    plan, first = ModelLoadPlan(module), Rank0Source(module) if from_rank0 else None
 
     def read() -> None:
         if assign:
@@ -92,20 +92,20 @@ def load_model(
             values, metadata = first.announce(state_dict)
         else:
             values, metadata = checked(state_dict, FROM_RANK0), getattr(state_dict, "_metadata", None)
-        reading.read(values, "", metadata)
+        plan.read(values, "", metadata)
         # Hooks may forgive names, and are called when everything is loaded.
-        reading.check(names=strict and not reading.has_hooks)
+        plan.check(names=strict and not plan.has_hooks)
 
-    agreed, found = agree(reading, read), IncompatibleKeys(reading.missing, reading.unexpected)
+    agreed, found = agree(plan, read), IncompatibleKeys(plan.missing, plan.unexpected)
     undo = None
     if strict and agreed.names_differ:
         with raise_together(ranks_of_model(module)):  # modules are asked for their extra states
-            undo = _undoing(reading)
-    commit(reading, first)
-    finish(reading, agreed, found)
+            undo = _undoing(plan)
+    commit(plan, first)
+    finish(plan, agreed, found)
     try:
         with raise_together(ranks_of_model(module)):
-            reading.check(names=strict)
+            plan.check(names=strict)
     except StateDictError:
         if undo is not None:
             undo()
@@ -113,7 +113,7 @@ def load_model(
     return found
 
 
-def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
+def agree(plan: ModelLoadPlan, read: Callable[[], None]) -> Agreed:
     """Collective over the ranks of the model. Have all ranks read, and compare what they are about to load.
 
     Raises:
@@ -121,12 +121,12 @@ def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
         StateDictError: on every rank, if something is wrong on any of them; there is no unit.
         Exception: on this rank, raised by `read`.
     """
-    ranks = ranks_of_model(reading.module)
+    ranks = ranks_of_model(plan.module)
     with raise_together(ranks):  # what follows is collective, and one rank alone may be at work
-        for unit in reading.units:
+        for unit in plan.units:
             unit.check_at_rest("load_state_dict")
     if dist.is_initialized():
-        for unit in reading.units:
+        for unit in plan.units:
             unit.mesh.ranks(unit.mesh.dtensor_dim, "tensor")  # known from here on, even if this rank raises
     problem: Exception | None = None
     try:
@@ -135,25 +135,25 @@ def agree(reading: Reading, read: Callable[[], None]) -> Agreed:
         raise
     except Exception as error:
         problem = error
-    turns = [turn for turn, hooks in enumerate(reading.hooks.values()) if hooks]
+    turns = [turn for turn, hooks in enumerate(plan.hooks.values()) if hooks]
     message = None if problem is None else str(problem)
-    everyone = ranks.all_gather_object((message, reading.digest, turns, reading.names_differ))
+    everyone = ranks.all_gather_object((message, plan.digest, turns, plan.names_differ))
     if problem is None:
         wrong = next((f"rank {rank}: {text}" for rank, (text, *_) in enumerate(everyone) if text is not None), None)
-        if wrong is None and any(digest != reading.digest for _, digest, *_ in everyone):
-            wrong = _difference(ranks.all_gather_object(reading.facts))
+        if wrong is None and any(digest != plan.digest for _, digest, *_ in everyone):
+            wrong = _difference(ranks.all_gather_object(plan.facts))
         problem = None if wrong is None else StateDictError(wrong)
     if isinstance(problem, HpcfsdpError):
         problem.raised_on_all_ranks = True
     if problem is not None:
         raise problem
     called = {turn for _, _, turns, _ in everyone for turn in turns}
-    units = [unit for turn, unit in enumerate(reading.hooks) if turn in called]
+    units = [unit for turn, unit in enumerate(plan.hooks) if turn in called]
     return Agreed(units, any(names_differ for *_, names_differ in everyone))
 
 
 def _difference(tables: list[dict[str, str]]) -> str:
-    """A description of the first difference between ranks that have all read without an error."""
+    """Return a description of the first difference between ranks that have all read without an error."""
     rank = next(rank for rank, table in enumerate(tables) if table != tables[0])
     found = (
         (key, tables[0].get(key, "nothing"), tables[rank].get(key, "nothing")) for key in {**tables[0], **tables[rank]}
@@ -162,17 +162,17 @@ def _difference(tables: list[dict[str, str]]) -> str:
     return f"ranks load different state dicts: for {key!r} rank 0 has {first}, rank {rank} has {other}"
 
 
-def commit(reading: Reading, first: Rank0Source | None) -> None:
+def commit(plan: ModelLoadPlan, first: Rank0Source | None) -> None:
     """Collective over the ranks of the model. Copy the values that have been found."""
-    for unit in reading.units:
+    for unit in plan.units:
         for flat in unit.sharded_params:
-            if flat in reading.found:
-                _fill(reading.sharded[flat], flat, _one_slot(flat), [reading.found[flat]])
+            if flat in plan.found:
+                _fill(plan.sharded[flat], flat, _one_slot(flat), [plan.found[flat]])
             else:
-                _fill(unit.mesh, flat, flat.layout, [reading.found.get(leaf) for leaf in flat.leaves])
+                _fill(unit.mesh, flat, flat.layout, [plan.found.get(leaf) for leaf in flat.leaves])
     with torch.no_grad():
-        for target, source in reading.found.items():
-            if target in reading.sharded:
+        for target, source in plan.found.items():
+            if target in plan.sharded:
                 continue
             both = isinstance(source, DTensor) and isinstance(target, DTensor)
             if both and source.device_mesh == target.device_mesh:
@@ -180,7 +180,7 @@ def commit(reading: Reading, first: Rank0Source | None) -> None:
             else:
                 fill_block(target, _whole(source, first))
         arrived: dict[Incoming, torch.Tensor] = {}
-        for put, incoming in reading.replaced:
+        for put, incoming in plan.replaced:
             if incoming not in arrived:
                 arrived[incoming] = _arrived(incoming, first)
             put(arrived[incoming])
@@ -195,14 +195,14 @@ def _whole(source: Any, first: Rank0Source | None) -> torch.Tensor:
 
 
 def _arrived(incoming: Incoming, first: Rank0Source | None) -> torch.Tensor:
-    """Collective as ``_whole``, unless it is here. The tensor that modules are to hold."""
+    """Collective as ``_whole``, unless it is here. Return the tensor that modules are to hold."""
     tensor = incoming.source
     if not incoming.is_here:  # made whole, it may still be the caller's memory
         tensor = _whole(tensor, first).to(incoming.device, incoming.dtype, copy=True)
     return tensor if incoming.requires_grad is None else nn.Parameter(tensor, incoming.requires_grad)
 
 
-def finish(reading: Reading, agreed: Agreed, keys: Any) -> None:
+def finish(plan: ModelLoadPlan, agreed: Agreed, keys: Any) -> None:
     """Collective over the ranks of the model. Give modules their extra states, and call hooks, when values are there.
 
     Hooks of modules find whole parameters, and their changes to them stay.
@@ -214,15 +214,15 @@ def finish(reading: Reading, agreed: Agreed, keys: Any) -> None:
         StateDictError: a hook has returned something.
         Exception: on every rank, raised by a module on one of them.
     """
-    ranks = ranks_of_model(reading.module)
+    ranks = ranks_of_model(plan.module)
     with raise_together(ranks):
-        for module, state in reading.states:
+        for module, state in plan.states:
             module.set_extra_state(state)
     for unit in agreed.units:
         with raise_together(ranks), summon.unshard_params_for_summon(unit, summon.UnshardArgs()):
-            _call(reading.hooks[unit], keys)
+            _call(plan.hooks[unit], keys)
     with raise_together(ranks):
-        _call(reading.hooks_at_rest, keys)
+        _call(plan.hooks_at_rest, keys)
 
 
 def _call(hooks: list[Hook], keys: Any) -> None:
@@ -234,18 +234,18 @@ def _call(hooks: list[Hook], keys: Any) -> None:
             )
 
 
-def _undoing(reading: Reading) -> Callable[[], None]:
-    """A function that restores the tensors and extra states of the model from a copy of this rank's part.
+def _undoing(plan: ModelLoadPlan) -> Callable[[], None]:
+    """Return a function that restores the tensors and extra states of the model from a copy of this rank's part.
 
     Non-persistent buffers are not copied: they are no part of a state dict.
     """
-    tensors = [flat.parameter.data for unit in reading.units for flat in unit.sharded_params]
-    before = [(tensor, tensor.detach().clone()) for tensor in (*tensors, *reading.plain)]
-    inside = {module for unit in reading.units for module in unit.wrapper.modules()}
-    registries: list[dict[str, Any]] = [module._buffers for module in reading.module.modules()]
-    registries += [module._parameters for module in reading.module.modules() if module not in inside]
+    tensors = [flat.parameter.data for unit in plan.units for flat in unit.sharded_params]
+    before = [(tensor, tensor.detach().clone()) for tensor in (*tensors, *plan.plain)]
+    inside = {module for unit in plan.units for module in unit.wrapper.modules()}
+    registries: list[dict[str, Any]] = [module._buffers for module in plan.module.modules()]
+    registries += [module._parameters for module in plan.module.modules() if module not in inside]
     held = [(registry, dict(registry)) for registry in registries]
-    states = [(each, _copied(each.get_extra_state())) for each, _ in reading.states if has_extra_state(each)]
+    states = [(each, _copied(each.get_extra_state())) for each, _ in plan.states if has_extra_state(each)]
 
     @torch.no_grad()
     def undo() -> None:
@@ -261,7 +261,7 @@ def _undoing(reading: Reading) -> Callable[[], None]:
 
 
 def _copied(state: Any) -> Any:
-    """A copy, for a module may change its state in place; the state itself where there is none."""
+    """Return a copy, for a module may change its state in place; the state itself where there is none."""
     try:
         return copy.deepcopy(state)
     except Exception:  # whatever a class of a user's own raises
@@ -282,7 +282,7 @@ def _fill(mesh: UnitMesh, flat: FlatParam, layout: FlatLayout, values: list[Any]
 
 
 def _one_slot(flat: FlatParam) -> FlatLayout:
-    """The layout of a flat parameter as one parameter."""
+    """Return the layout of a flat parameter as one parameter."""
     layout = flat.layout
     slot = ParamSlot(flat_param_name(0), (flat_numel(layout),), 0)
     return dataclasses.replace(layout, slots=(slot,))
@@ -336,7 +336,7 @@ class LoadWithin:
         errors: list[str],
     ) -> None:
         self.unit, self.module = unit, unit.wrapper
-        self.reading, self.keys = Reading(self.module), IncompatibleKeys(missing, unexpected)
+        self.plan, self.keys = ModelLoadPlan(self.module), IncompatibleKeys(missing, unexpected)
         self._prefix, self._errors = prefix, errors
         self._problem: Exception | None = None
         self._values = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
@@ -363,12 +363,12 @@ class LoadWithin:
             self.unit.check_at_rest("load_state_dict")
             if self._metadata.get(self._prefix[:-1], {}).get("assign_to_params_buffers"):
                 refuse_assign()
-            self.reading.read(self._values, self._prefix, self._metadata, within=True)
-            self.reading.check(names=False)
+            self.plan.read(self._values, self._prefix, self._metadata, within=True)
+            self.plan.check(names=False)
         except Exception as error:  # raised on all ranks by ``agree``
             self._problem = error
-        self.keys.missing_keys.extend(self.reading.missing)
-        self.keys.unexpected_keys.extend(self.reading.unexpected)
+        self.keys.missing_keys.extend(self.plan.missing)
+        self.keys.unexpected_keys.extend(self.plan.unexpected)
 
     def agree(self) -> Agreed:
         """Collective over the ranks of the unit. Compare what ranks are about to load.
@@ -385,7 +385,7 @@ class LoadWithin:
             if self._errors:  # torch will raise
                 raise StateDictError("\n\t".join(["Error(s) in loading state_dict:", *self._errors]))
 
-        return agree(self.reading, found)
+        return agree(self.plan, found)
 
 
 class _Waiting(NamedTuple):
@@ -426,10 +426,10 @@ def _load_all(parts: list[LoadWithin]) -> None:
     if problem is not None:
         raise problem
     for part in parts:
-        commit(part.reading, None)
+        commit(part.plan, None)
     for part, each in zip(parts, agreed, strict=True):
         try:
-            finish(part.reading, each, part.keys)
+            finish(part.plan, each, part.keys)
         except Exception as error:  # the others are to have their extra states, and may be on other ranks
             problem = problem or error
     if problem is not None:

@@ -97,7 +97,7 @@ class Registries:
 
     @contextlib.contextmanager
     def watched(self, module: nn.Module) -> Iterator[None]:
-        """A context in which a module loads its own part, after hooks of its own."""
+        """Return a context in which a module loads its own part, after hooks of its own."""
         key, hooks = object(), module._load_state_dict_pre_hooks
         hooks[key] = lambda *_: self.made.update(self._new(module))  # type: ignore[index]
         try:
@@ -151,7 +151,7 @@ class LentTensors:
                 self._copies.append((value, given[key]))
 
     def original_of(self, now: torch.Tensor) -> torch.Tensor:
-        """The caller's tensor, if `now` is a copy that was not written to: it needs no memory. Else `now`."""
+        """Return the caller's tensor, if `now` is a copy that was not written to: it needs no memory. Else `now`."""
         if not isinstance(now, StandIn):
             for value, copy in self._copies:
                 is_copy = now.data_ptr() == copy.data_ptr() and now.stride() == copy.stride()
@@ -176,13 +176,13 @@ _own_hooks: list[Callable[..., Any]] = []
 
 
 def own_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook of this package for the time after loading: torch calls it, and a ``Reading`` leaves it out."""
+    """Mark a hook of this package for the time after loading: torch calls it, a ``ModelLoadPlan`` does not."""
     _own_hooks.append(hook)
     return hook
 
 
 @dataclass
-class _Shown:
+class _Placeholder:
     """A tensor that a module holds while a state dict is read.
 
     Attributes:
@@ -195,7 +195,7 @@ class _Shown:
 
 
 @dataclass
-class Reading:
+class ModelLoadPlan:
     """The values of a state dict for a module that holds units.
 
     During ``read`` the modules have parameters without memory in place of their own, and loading puts tensors of the
@@ -222,7 +222,7 @@ class Reading:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    _shown: dict[Place, _Shown] = field(default_factory=dict)
+    _shown: dict[Place, _Placeholder] = field(default_factory=dict)
     _metadata: Mapping[str, Any] = field(default_factory=dict)
     _names: dict[nn.Module, str] = field(default_factory=dict)
     _registries: Registries | None = None
@@ -330,12 +330,12 @@ class Reading:
 
     @contextlib.contextmanager
     def _blank(self, unit: FlatUnit) -> Iterator[None]:
-        """A context in which the modules of a unit have parameters without memory or value."""
+        """Return a context in which the modules of a unit have parameters without memory or value."""
         if kind_of(unit, unit.state_dict_settings.state_dict_type) is StateDictType.LOCAL_STATE_DICT:
             sharded_params = unit.sharded_params
             blanks = {flat: _blank_param((flat_numel(flat.layout),), flat.layout.dtype) for flat in sharded_params}
             for index, flat in enumerate(sharded_params):
-                self._shown[unit.flat_owner, flat_param_name(index)] = _Shown(flat, blanks[flat])
+                self._shown[unit.flat_owner, flat_param_name(index)] = _Placeholder(flat, blanks[flat])
             with flat_params_shown(unit, blanks):
                 yield
             return
@@ -346,13 +346,13 @@ class Reading:
         }
         for entry in unit.own.entries:
             for place in entry.places:
-                self._shown[place] = _Shown(entry.param, values[entry.param])
+                self._shown[place] = _Placeholder(entry.param, values[entry.param])
         with orig_params_shown(unit, values):
             yield
 
     @contextlib.contextmanager
     def _plain(self) -> Iterator[None]:
-        """A context in which modules have copies of buffers and of parameters that no unit owns.
+        """Return a context in which modules have copies of buffers and of parameters that no unit owns.
 
         After it everything is where it was.
         """
@@ -370,7 +370,7 @@ class Reading:
                 copy = tensor.detach().clone()
                 # Without gradients what is loaded may be of any dtype, as where it is copied.
                 copies[tensor] = copy if name in module._buffers else nn.Parameter(copy, requires_grad=False)
-            self._shown[module, name] = _Shown(tensor, copies[tensor])
+            self._shown[module, name] = _Placeholder(tensor, copies[tensor])
             places.append(((module, name), _registry(module, name), tensor))
         try:
             for (_, name), registry, tensor in places:
@@ -442,7 +442,7 @@ class Reading:
 
     @contextlib.contextmanager
     def _state_kept(self, module: nn.Module, is_given: bool, prefix: str) -> Iterator[None]:
-        """A context in which a module that is given an extra state gets it later."""
+        """Return a context in which a module that is given an extra state gets it later."""
         if not is_given or getattr(type(module), "set_extra_state", None) is nn.Module.set_extra_state:
             yield
             return
@@ -455,7 +455,7 @@ class Reading:
             del module.__dict__["set_extra_state"]
             module.__dict__.update(own)
 
-    def _note(self, key: str, shown: _Shown, now: torch.Tensor, *, may_grow: bool) -> None:
+    def _note(self, key: str, shown: _Placeholder, now: torch.Tensor, *, may_grow: bool) -> None:
         """Note the tensor `now` that a module has put in place of the one shown to it, or an error."""
         target = shown.target
         mesh = self.sharded.get(target)
@@ -526,7 +526,7 @@ class Reading:
     def _incoming(
         self, key: str, now: torch.Tensor, device: torch.device, dtype: torch.dtype, *, is_param: bool = False
     ) -> Incoming | None:
-        """The tensor that a module is to hold; None if it is noted as an error."""
+        """Return the tensor that a module is to hold; None if it is noted as an error."""
         requires_grad = now.requires_grad if is_param else None
         if not isinstance(now, StandIn) and not now.is_meta:  # the caller's, or a copy of it
             return Incoming(now.detach().to(device, dtype, copy=True), True, device, dtype, requires_grad)
@@ -551,7 +551,7 @@ class Reading:
 
 @contextlib.contextmanager
 def _explaining_missing_values(module: nn.Module, prefix: str) -> Iterator[None]:
-    """A context in which a module loads its own part; errors for values that are not here say why they are not."""
+    """Return a context in which errors of a module that loads its own part say which values are not here."""
     try:
         yield
     except (RuntimeError, TypeError) as error:  # of several kinds, which have nothing else in common
@@ -566,7 +566,7 @@ def _explaining_missing_values(module: nn.Module, prefix: str) -> Iterator[None]
 
 
 def _own_keys(wrapper: nn.Module, prefix: str) -> set[str]:
-    """The names of a wrapper's own tensors and extra state."""
+    """Return the names of a wrapper's own tensors and extra state."""
     own = {prefix + name for name, _ in persistent_tensors(wrapper)}
     has_state = getattr(type(wrapper), "set_extra_state", None) is not nn.Module.set_extra_state
     return own | {f"{prefix}_extra_state"} if has_state else own
@@ -577,7 +577,7 @@ def _registry(module: nn.Module, name: str) -> dict[str, Any]:
 
 
 def equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape are known to hold the same on this rank."""
+    """Return whether two tensors of one shape are known to hold the same on this rank."""
     tensor, other = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other))
     return tensor.is_meta or torch.equal(tensor, other)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +27,7 @@ from hpcfsdp.errors import CheckpointError, StateDictError
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.reshard.placements import rows_on_mesh
-from hpcfsdp.reshard.whole import is_cut
+from hpcfsdp.reshard.sharded_tensors import is_sharded
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import NO_RUNS, LocalPiece, Runs, StateTensor, unsharded
 from hpcfsdp.state.wrappers import CleanNames
@@ -45,7 +46,6 @@ class DTensorRanks:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Not collective."""
         meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
         # Modules hold whole parameters after a forward.
         meshes.update(each.param.sharded.device_mesh for unit in dtensor_units_in(model) for each in unit.own)
@@ -55,7 +55,8 @@ class DTensorRanks:
         self._known: dict[Any, tuple[Runs, int] | None] = {}
 
     def group(self) -> dist.ProcessGroup | None:
-        """Collective over them, the first time for a mesh of several dimensions. Their group; None for all ranks.
+        """Collective over them, the first time for a mesh of several dimensions. Return their group; None for all
+        ranks.
 
         Raises:
             CheckpointError: parts of the model are on different ranks.
@@ -75,11 +76,11 @@ class DTensorRanks:
         return min(groups, key=lambda group: group.group_name)
 
     def state_tensor(self, name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) -> StateTensor:
-        """Not collective. A parameter, buffer or state of the model that no flat parameter holds, for a file.
+        """Not collective. Return a parameter, buffer or state of the model that no flat parameter holds, for a file.
 
         Rows are written by the ranks that have them. Other cuts are made whole.
         """
-        found = None if self._has_units or not is_cut(tensor) else self._rows_of(tensor)
+        found = None if self._has_units or not is_sharded(tensor) else self._rows_of(tensor)
         if found is None:
             return unsharded(name, tensor, aliases)
         runs, start = found
@@ -88,7 +89,7 @@ class DTensorRanks:
         return StateTensor(name, tuple(tensor.shape), tensor.dtype, runs, pieces, aliases)
 
     def _rows_of(self, tensor: DTensor) -> tuple[Runs, int] | None:
-        """The runs of a ``DTensor``, and this rank's first element; None unless each rank has consecutive rows."""
+        """Return the runs of a ``DTensor``, and this rank's first element; None unless ranks have consecutive rows."""
         key = tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements)
         if key not in self._known:  # a model has few shapes, and an optimizer's state has those of the model
             self._known[key] = self._divide(*key)
@@ -118,7 +119,7 @@ class DTensorRanks:
         return Runs(edges, copies[order].reshape(len(starts), -1)), start
 
     def _copies(self, mesh: DeviceMesh) -> np.ndarray | None:
-        """By place of a mesh the ranks of the model that have the same, int64; None for a mesh of other ranks."""
+        """Return the ranks that have the same, int64, by place of a mesh; None for a mesh of other ranks."""
         for whole in self._meshes:
             names, own = whole.mesh_dim_names, mesh.mesh_dim_names
             if whole == mesh:
@@ -139,7 +140,7 @@ class DTensorRanks:
 
 
 def _joined(meshes: Iterable[DeviceMesh]) -> list[DeviceMesh]:
-    """Slices of one mesh joined into one slice, with the dimensions of all of them; others as they are."""
+    """Return slices of one mesh as one slice with the dimensions of all of them; others as they are."""
     slices: dict[DeviceMesh, set[str]] = {}
     found = []
     for mesh in meshes:
@@ -162,7 +163,7 @@ _IN_STATE_DICTS = CleanNames()
 
 
 def units_of(model: nn.Module) -> list[FlatUnit]:
-    """Collective over the ranks of the model, the first time. Its units, outer ones first.
+    """Collective over the ranks of the model, the first time. Return its units, outer ones first.
 
     Units without tensor parallelism get the tensor-parallel ranks of the others, as they do inside of an outer unit.
     """
@@ -175,13 +176,13 @@ def units_of(model: nn.Module) -> list[FlatUnit]:
 
 
 def largest_mesh(units: Iterable[FlatUnit]) -> UnitMesh:
-    """The mesh with the most ranks."""
+    """Return the mesh with the most ranks."""
     return max((unit.mesh for unit in units), key=lambda mesh: mesh.size())
 
 
 def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
-    """Collective over them, the first time. The ranks that make and load state dicts of a model together: those of
-    its largest unit.
+    """Collective over them, the first time. Return the ranks that make and load state dicts of a model: of its largest
+    unit.
 
     Args:
         group: those of a process group instead.
@@ -201,7 +202,7 @@ def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
 
 
 def communicator_of(model: nn.Module) -> Communicator:
-    """Collective over them, the first time. All ranks of a model; those of the world for a plain model.
+    """Collective over them, the first time. Return all ranks of a model; those of the world for a plain model.
 
     It works through host memory, unless there is a device and no world: what is exchanged there need not wait for it.
     """
@@ -216,8 +217,28 @@ def communicator_of(model: nn.Module) -> Communicator:
     return (GroupCache.current().host_of(comm) if dist.is_initialized() else None) or comm
 
 
+def hold_shards(model: nn.Module) -> None:
+    """Have modules given to ``fully_shard`` hold their shards, as between steps.
+
+    Collective over their ranks after a forward without a backward, or ``unshard``.
+
+    Raises:
+        CheckpointError: torch's FullyShardedDataParallel shards parts of the model, and names do not show how.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, TorchFSDP):
+            raise CheckpointError(
+                f"{path or 'the model'} is torch's FullyShardedDataParallel, and only torch knows the layout of its "
+                "shards: wrap the model in hpcfsdp.FullyShardedDataParallel or with fully_shard, or save the result "
+                "of torch.distributed.checkpoint.state_dict.get_state_dict with torch.distributed.checkpoint.save "
+                "and an hpcfsdp.checkpoint.HDF5Writer"
+            )
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward without a backward the outermost one is whole
+
+
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model computes: its units, or its first parameter that has memory; the CPU without any.
+    """Return where the model computes: its units, or its first parameter that has memory; the CPU without any.
 
     Offloaded parameters are in host memory.
     """
@@ -230,7 +251,7 @@ def device_of(model: nn.Module) -> torch.device:
 def named_flat_params(
     model: nn.Module, name_of: Callable[[str, str], str] = _IN_STATE_DICTS
 ) -> Iterator[tuple[FlatUnit, FlatParam, FlatLayout]]:
-    """Each flat parameter, its unit, and its layout under the names that parameters have in the whole model.
+    """Return each flat parameter, its unit, and its layout under the names that parameters have in the whole model.
 
     Args:
         name_of: see ``FlatLayout.known_as``; by default the names that a state dict has.
@@ -247,7 +268,7 @@ def named_flat_params(
 
 
 def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, UnitMesh]]:
-    """Each flat parameter, its layout under the names that parameters have in a checkpoint, and its mesh.
+    """Return each flat parameter, its layout under the names that parameters have in a checkpoint, and its mesh.
 
     Raises:
         CheckpointError: the ranks that hold all of a parameter are not those that checkpoint the model, or its
@@ -277,7 +298,7 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, UnitM
 
 
 def model_tensors(model: nn.Module) -> list[StateTensor]:
-    """Every parameter and persistent buffer, in the order of the model; not collective.
+    """Return every parameter and persistent buffer, in the order of the model; not collective.
 
     Parameters that no unit owns, and buffers, count as replicated.
 
@@ -305,7 +326,7 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
 
 
 def plain_tensors(model: nn.Module) -> dict[torch.Tensor, list[str]]:
-    """Parameters that no unit owns, and persistent buffers, with all their names without those of wrappers."""
+    """Return parameters that no unit owns, and persistent buffers, with all their names without those of wrappers."""
     sharded_params = [flat for wrapper in units_of(model) for flat in wrapper.sharded_params]
     flat_shards = {shard for flat in sharded_params for shard in (flat.parameter, *flat.leaves)}
     name_of = CleanNames.of(model)
@@ -318,7 +339,7 @@ def plain_tensors(model: nn.Module) -> dict[torch.Tensor, list[str]]:
 
 
 def stateful_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules with an extra state, by the name that it has in a checkpoint."""
+    """Return modules with an extra state, by the name that it has in a checkpoint."""
     name_of = CleanNames.of(model)
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
@@ -328,7 +349,7 @@ def stateful_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """Whether a module's class has a ``get_extra_state`` of its own."""
+    """Return whether a module's class has a ``get_extra_state`` of its own."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
@@ -358,7 +379,7 @@ def materialized(model: nn.Module, chosen: Collection[str], device: torch.device
 
 
 def _exchange(tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
-    """What was the tensor, which has memory now."""
+    """Give a tensor memory. Return what it was."""
     other: torch.Tensor = torch.empty_like(tensor, device=device, requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         other = nn.Parameter(other, requires_grad=tensor.requires_grad)
@@ -371,7 +392,7 @@ def _exchange(tensor: torch.Tensor, name: str, device: torch.device) -> torch.Te
 
 
 def persistent_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """A module's own parameters and persistent buffers."""
+    """Return a module's own parameters and persistent buffers."""
     return [
         (name, tensor)
         for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items())

@@ -29,7 +29,7 @@ _INSTEAD = "leave it out, make it of tensors and plain data, or pass the whole s
 
 
 def rank0_tensor(key: str, value: torch.Tensor) -> Rank0Tensor:
-    """The description of a tensor, and the tensor. Raises a ``StateDictError`` if it is distributed or unreadable."""
+    """Return a tensor and its description. Raise a ``StateDictError`` if it is distributed or unreadable."""
     if is_distributed(value):
         raise StateDictError(
             f"{key!r} is a {type(value).__name__}: when only rank 0 has the state dict, its tensors must be whole; "
@@ -40,7 +40,7 @@ def rank0_tensor(key: str, value: torch.Tensor) -> Rank0Tensor:
 
 
 def broadcast_values(ranks: Communicator | Grid, values_of: Callable[[], Any], src: int = 0) -> Any:
-    """Collective over `ranks`. The result of `values_of`, which is called on rank `src` alone.
+    """Collective over `ranks`. Return the result of `values_of`, which is called on rank `src` alone.
 
     The tensor of a ``Rank0Tensor`` stays there. Other tensors are in host memory on the other ranks.
 
@@ -67,7 +67,7 @@ def broadcast_values(ranks: Communicator | Grid, values_of: Callable[[], Any], s
 
 
 def broadcast_tensor(ranks: Communicator | Grid, value: Rank0Tensor, src: int = 0) -> torch.Tensor:
-    """Collective over `ranks`. The tensor, as new memory on all of them."""
+    """Collective over `ranks`. Return the tensor, as new memory on all of them."""
     tensor = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
     if value.tensor is not None:
         tensor.copy_(value.tensor)
@@ -75,7 +75,7 @@ def broadcast_tensor(ranks: Communicator | Grid, value: Rank0Tensor, src: int = 
     return tensor
 
 
-class _Pickler(pickle.Pickler):
+class _HostPickler(pickle.Pickler):
     """Moves tensors to host memory: another rank may not have this device, or use it itself."""
 
     def reducer_override(self, value: Any) -> Any:
@@ -105,10 +105,10 @@ def _packed(values: Any) -> bytes:
 
 
 def _sendable(value: Any) -> tuple[bytes, Exception | None]:
-    """The pickle of a value, or the error that is raised when it is pickled or unpickled."""
+    """Return the pickle of a value, or the error that is raised when it is pickled or unpickled."""
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+        _HostPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
         pickle.loads(buffer.getvalue())
     except Exception as error:  # whatever a class of a user's own raises
         return b"", error
@@ -133,7 +133,8 @@ class Rank0Source:
         self._rank = 0
 
     def announce(self, state_dict: Any) -> tuple[dict[str, Any], Any]:
-        """Collective over the ranks of the model. The state dict with a ``Rank0Tensor`` per tensor, and its metadata.
+        """Collective over the ranks of the model. Return the state dict, a ``Rank0Tensor`` per tensor, and its
+        metadata.
 
         Extra states are sent as objects; tensors in them are in host memory on other ranks.
 
@@ -159,7 +160,7 @@ class Rank0Source:
         return found["state_dict"], found["_metadata"]
 
     def broadcast(self, source: Rank0Tensor) -> torch.Tensor:
-        """Collective over the ranks of the model. The tensor, on all of them."""
+        """Collective over the ranks of the model. Return the tensor, on all of them."""
         return broadcast_tensor(ranks_of_model(self._module), source, self._rank)
 
 
@@ -169,7 +170,7 @@ def _announced(key: str, value: Any) -> Any:
 
 
 def checked(state_dict: Any, hint: str = "") -> Mapping[str, Any]:
-    """The state dict itself.
+    """Return the state dict itself.
 
     Args:
         hint: added to the message for None.

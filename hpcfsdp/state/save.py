@@ -19,8 +19,7 @@ from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import Box
-from hpcfsdp.reshard.sharded_tensors import create_sharded_tensor
-from hpcfsdp.reshard.whole import whole_of
+from hpcfsdp.reshard.sharded_tensors import create_sharded_tensor, full_tensor
 from hpcfsdp.state.settings import StateDictFormat, kind_of, settings_of
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.shown import StandIn, digest_of, flat_numel, flat_params_shown, orig_params_shown, shown_for
@@ -49,16 +48,16 @@ class _Call:
     gathered: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
     def kind_of(self, unit: FlatUnit) -> StateDictType:
-        """What the unit gives."""
+        """Return what the unit gives."""
         return kind_of(unit, self.settings.state_dict_type)
 
     def form_of(self, unit: FlatUnit) -> StateDictFormat:
-        """How the unit shows tensors."""
+        """Return how the unit shows tensors."""
         sharded = self.kind_of(unit) is StateDictType.SHARDED_STATE_DICT
         return StateDictFormat.of(self.settings.state_dict_config, sharded=sharded)
 
     def shown(self, unit: FlatUnit, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor that a unit shows for one that it does not shard."""
+        """Return the tensor that a unit shows for one that it does not shard."""
         if self.kind_of(unit) is StateDictType.FULL_STATE_DICT:
             tensor = self.gathered.get(tensor, tensor)
         device = torch.device("cpu") if self.settings.state_dict_config.offload_to_cpu else tensor.device
@@ -69,7 +68,7 @@ class _Call:
         return self.copies[tensor, dtype]
 
 
-class _Found(OrderedDict):
+class _UnitStateDict(OrderedDict):
     """The state dict of one unit's modules, by names that may have names of wrappers in them."""
 
     def __init__(self, call: _Call) -> None:
@@ -80,13 +79,13 @@ class _Found(OrderedDict):
 
 @torch.no_grad()
 def save_model(unit: FlatUnit, destination: dict[str, Any] | None, prefix: str, *, keep_vars: bool) -> dict[str, Any]:
-    """Collective over the ranks of the unit, and of those inside. See ``StateDictMethods.state_dict``.
+    """Collective over the ranks of the unit, and of those inside. Do ``StateDictMethods.state_dict``.
 
     It calls the wrapped module's own ``state_dict``, so hooks and overridden methods work: during the call the modules
     hold the values to be saved as their parameters and buffers. The values of all units are gathered before, so that
     no rank waits for another whose modules fail.
     """
-    if isinstance(destination, _Found):
+    if isinstance(destination, _UnitStateDict):
         _run_pre_hooks(unit, prefix, keep_vars=keep_vars)
         return _save(unit, destination.call, destination, prefix)
     units = units_in(unit.wrapper)
@@ -107,7 +106,7 @@ def save_model(unit: FlatUnit, destination: dict[str, Any] | None, prefix: str, 
             call.values[inner] = _values(inner, call)
             if call.kind_of(inner) is StateDictType.FULL_STATE_DICT:  # on all ranks: meshes may span replicas
                 tensors = (tensor for _, _, tensor, _ in _plain(inner) if isinstance(tensor, DTensor))
-                call.gathered.update((tensor, whole_of(tensor)) for tensor in dict.fromkeys(tensors))
+                call.gathered.update((tensor, full_tensor(tensor)) for tensor in dict.fromkeys(tensors))
     if destination is None:
         destination = OrderedDict()
         destination._metadata = OrderedDict()  # type: ignore[attr-defined]
@@ -117,11 +116,11 @@ def save_model(unit: FlatUnit, destination: dict[str, Any] | None, prefix: str, 
 
 def _save(unit: FlatUnit, call: _Call, destination: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Not collective. Call the ``state_dict`` of a unit's modules while they hold the values to be saved."""
-    found = _Found(call)
+    found = _UnitStateDict(call)
     with _shown(unit, call):
         _compat.save_to_state_dict(unit.wrapper, found, prefix, call.keep_vars)  # what is registered on itself
         unit.module.state_dict(destination=found, prefix=prefix, keep_vars=call.keep_vars)
-    if isinstance(destination, _Found) or call.form_of(unit).is_shown_by(unit.mesh):
+    if isinstance(destination, _UnitStateDict) or call.form_of(unit).is_shown_by(unit.mesh):
         _merge(found, destination, prefix)
     metadata = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
     for hook in list(unit.wrapper._state_dict_hooks.values()):
@@ -159,7 +158,7 @@ def _check_alike(comm: Communicator | Grid, units: list[FlatUnit], asked: list[t
             raise error
 
 
-def _merge(found: _Found, destination: dict[str, Any], prefix: str) -> None:
+def _merge(found: _UnitStateDict, destination: dict[str, Any], prefix: str) -> None:
     """Add entries to `destination`, by clean names."""
     for name, value in with_clean_names(found, prefix).items():
         destination[name] = _source(name, value)
@@ -182,7 +181,7 @@ def _source(key: str, value: Any) -> Any:
 
 @contextlib.contextmanager
 def _shards_published(units: list[FlatUnit], call: _Call) -> Iterator[None]:
-    """Collective over the shards. A context in which ranks may read each other's shards where they share memory.
+    """Collective over the shards. Return a context in which ranks may read each other's shards where they share memory.
 
     No rank leaves it, and goes on to write, before all have read.
     """
@@ -208,13 +207,13 @@ def _shards_published(units: list[FlatUnit], call: _Call) -> Iterator[None]:
 
 
 def _shows_shards(flat: FlatParam) -> bool:
-    """Whether all shards stand in memory that this rank can read, as they are kept."""
+    """Return whether all shards stand in memory that this rank can read, as they are kept."""
     return flat.is_resident and flat.dtypes.compute == flat.layout.dtype
 
 
 @contextlib.contextmanager
 def _shown(unit: FlatUnit, call: _Call) -> Iterator[None]:
-    """A context in which the modules of a unit have what is to be saved. Not collective."""
+    """Return a context in which the modules of a unit have what is to be saved. Not collective."""
     values = call.values[unit]
     if call.kind_of(unit) is StateDictType.LOCAL_STATE_DICT:
         shown = flat_params_shown(unit, values)
@@ -226,7 +225,8 @@ def _shown(unit: FlatUnit, call: _Call) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _plain_shown(unit: FlatUnit, call: _Call) -> Iterator[None]:
-    """A context in which the modules of a unit have buffers, and parameters that it does not own, as they are shown."""
+    """Return a context in which modules have buffers, and parameters that their unit does not own, as they are
+    shown."""
     shown: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
     if call.form_of(unit).is_shown_by(unit.mesh):
         shown = [(*place, tensor, call.shown(unit, tensor, dtype)) for *place, tensor, dtype in _plain(unit)]
@@ -241,8 +241,8 @@ def _plain_shown(unit: FlatUnit, call: _Call) -> Iterator[None]:
 
 
 def _plain(unit: FlatUnit) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, torch.dtype]]:
-    """What the modules of a unit save that it does not shard: where and under which name they hold which tensor, and
-    the dtype in which it is saved."""
+    """Return what the modules of a unit save that it does not shard: where and under which name they hold which tensor,
+    and the dtype in which it is saved."""
     sharded = {place for entry in unit.own.entries for place in entry.places}
     sharded |= {(unit.flat_owner, flat_param_name(index)) for index in range(len(unit.sharded_params))}
     for module in dict.fromkeys((unit.wrapper, *modules_outside(unit.module))):
@@ -255,7 +255,7 @@ def _plain(unit: FlatUnit) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, 
 
 
 def _values(unit: FlatUnit, call: _Call) -> Mapping[Any, torch.Tensor]:
-    """Collective over the unit's process groups. What its modules are shown while they save."""
+    """Collective over the unit's process groups. Return what its modules are shown while they save."""
     if call.kind_of(unit) is StateDictType.LOCAL_STATE_DICT:
         return {flat: StandIn.of(_local(unit, flat, call)) for flat in unit.sharded_params}
     form, found = call.form_of(unit), {}
@@ -279,14 +279,14 @@ def _values_of(mesh: UnitMesh, flat: FlatParam, form: StateDictFormat) -> list[A
 
 
 def _nothing(shape: tuple[int, ...], flat: FlatParam) -> torch.Tensor:
-    """What is shown of a parameter on a rank that does not get it: NaN, as at rest, so that hooks find a tensor."""
+    """Return what is shown of a parameter on ranks that do not get it: NaN, as at rest, so that hooks find a tensor."""
     dtype = flat.layout.dtype
     value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=flat.device).expand(shape)
 
 
 def _local(unit: FlatUnit, flat: FlatParam, call: _Call) -> ShardedTensor:
-    """A flat parameter as a 1-D ``ShardedTensor`` in the ranks' own memory, without padding at the end.
+    """Return a flat parameter as a 1-D ``ShardedTensor`` in the ranks' own memory, without padding at the end.
 
     Collective over the shards, the first time.
     """

@@ -59,32 +59,32 @@ class StateDictFormat:
 
     @classmethod
     def of(cls, config: StateDictConfig | OptimStateDictConfig, *, sharded: bool) -> StateDictFormat:
-        """The format that a configuration chooses."""
+        """Return the format that a configuration chooses."""
         rank0_only, dtensor = (getattr(config, name, False) for name in ("rank0_only", "_use_dtensor"))
         return cls(sharded, rank0_only, config.offload_to_cpu, dtensor)
 
     def is_made_by(self, mesh: UnitMesh) -> bool:
-        """Whether this rank takes part in the gathering: under `rank0_only` one replica does."""
+        """Return whether this rank takes part in the gathering: under `rank0_only` one replica does."""
         return mesh.is_first("replicate") or not self.rank0_only
 
     def is_shown_by(self, mesh: UnitMesh) -> bool:
-        """Whether this rank gets the result."""
+        """Return whether this rank gets the result."""
         return mesh.is_first() or not self.rank0_only
 
     def device(self, device: torch.device) -> torch.device:
-        """The device of the result for tensors on `device`."""
+        """Return the device of the result for tensors on `device`."""
         return torch.device("cpu") if self.offload_to_cpu else device
 
 
 def default_settings() -> StateDictSettings:
-    """Full state dicts on every rank, where the model is; of the optimizer in host memory."""
+    """Return full state dicts on every rank, where the model is; of the optimizer in host memory."""
     return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
 
 
 def make_settings(
     kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
 ) -> StateDictSettings:
-    """Settings of a kind, with torch's defaults for configurations that are not given.
+    """Return settings of a kind, with torch's defaults for configurations that are not given.
 
     Raises:
         TypeError: `kind` is no ``StateDictType``.
@@ -135,7 +135,7 @@ def state_dict_type(
     config: StateDictConfig | None = None,
     optim_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """A context in which all units in `module` have a setting; after it each has its own again."""
+    """Return a context in which all units in `module` have a setting; after it each has its own again."""
     before = set_kind(module, kind, config, optim_config)
     try:
         yield
@@ -151,7 +151,7 @@ def set_optim_use_dtensor(settings: StateDictSettings) -> None:
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
-    """The settings of the units in `module`: those of the outermost one, as only some units may have a mesh.
+    """Return the settings of the units in `module`: those of the outermost one, as only some units may have a mesh.
 
     Raises:
         StateDictError: they are not set alike, or there are none.
@@ -168,7 +168,7 @@ def settings_of(module: nn.Module) -> StateDictSettings:
 
 
 def optim_format_of(module: nn.Module) -> StateDictFormat:
-    """How the units in `module` show the state of their optimizer.
+    """Return how the units in `module` show the state of their optimizer.
 
     Raises:
         StateDictError: see ``settings_of`` and ``kind_of``.
@@ -181,7 +181,7 @@ def optim_format_of(module: nn.Module) -> StateDictFormat:
 
 
 def kind_of(unit: FlatUnit, kind: StateDictType) -> StateDictType:
-    """The kind of state dict that a unit saves and loads under a setting: full, if it is not sharded.
+    """Return the kind of state dict that a unit saves and loads under a setting: full, if it is not sharded.
 
     Raises:
         StateDictError: flat parameters of a model that was given a mesh.
@@ -213,7 +213,7 @@ def _units(module: nn.Module) -> list[tuple[str, FlatUnit]]:
 
 
 def _chosen(settings: StateDictSettings) -> dict[str, Any]:
-    """The settings without what follows from a unit's groups."""
+    """Return the settings without what follows from a unit's groups."""
     found = dataclasses.asdict(settings)
     for config in (found["state_dict_config"], found["optim_state_dict_config"]):
         config.pop("_use_dtensor", None)

@@ -16,8 +16,7 @@ import torch
 from hpcfsdp.params.layout import Box, FlatLayout, Run
 from hpcfsdp.reshard.boxes import run_boxes
 from hpcfsdp.reshard.redistribute import ShardedBlocks
-from hpcfsdp.reshard.whole import Staging, forget_memory
-from hpcfsdp.state.tensors import LocalPiece, Runs, StateTensor
+from hpcfsdp.state.tensors import GatherBuffer, LocalPiece, Runs, StateTensor, forget_memory
 from hpcfsdp.units.unit_mesh import Dim, UnitMesh
 
 _LEAST_NUMEL = 1 << 14
@@ -40,7 +39,7 @@ class LocalShards:
 
     @classmethod
     def of_shard(cls, layout: FlatLayout, shard: torch.Tensor) -> LocalShards:
-        """All slots in one tensor that is laid out like the shard."""
+        """Return all slots in one tensor that is laid out like the shard."""
         return cls(layout, [shard] * len(layout.slots), whole_shard=True)
 
     @property
@@ -54,19 +53,19 @@ class LocalShards:
         return sum({id(tensor): tensor.nbytes for tensor in self.tensors if tensor is not None}.values())
 
     def runs(self, rank: int) -> list[Run]:
-        """The runs of a rank, at their places in its tensors."""
+        """Return the runs of a rank, at their places in its tensors."""
         found = self.layout.runs(rank, apart=not self.whole_shard)
         return [run for run in found if self.tensors[run.index] is not None]
 
     def pieces(self, rank: int) -> dict[int, LocalPiece]:
-        """The runs in this memory, which is that of `rank`, as views by slot."""
+        """Return the runs in this memory, which is that of `rank`, as views by slot."""
         return {
             run.index: LocalPiece(run.start, self.tensors[run.index][run.offset : run.offset + run.numel])
             for run in self.runs(rank)
         }
 
     def assembled(self, rank: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """One tensor laid out like the shard; what no slot owns may be anything."""
+        """Return one tensor laid out like the shard; what no slot owns may be anything."""
         if self.whole_shard:
             return self.tensors[self.present[0]].to(device, dtype).contiguous()
         shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
@@ -76,7 +75,7 @@ class LocalShards:
         return shard
 
     def over(self, mesh: UnitMesh, *dims: Dim) -> ShardedBlocks:
-        """Collective over these ranks, the first time. The slots as the ranks of `mesh` along `dims` share them.
+        """Collective over these ranks, the first time. Return the slots as the ranks of `mesh` along `dims` share them.
 
         Args:
             dims: a dimension of data; with "tensor", the blocks of all tensor-parallel ranks.
@@ -91,7 +90,7 @@ class LocalShards:
     def in_file(
         self, mesh: UnitMesh, names: Sequence[str], *, with_aliases: bool = False, are_read_by_others: bool = False
     ) -> list[StateTensor]:
-        """Not collective. The slots that are not left out, as a file stores them.
+        """Not collective. Return the slots that are not left out, as a file stores them.
 
         Args:
             mesh: the ranks that share the slots.
@@ -99,7 +98,7 @@ class LocalShards:
             with_aliases: whether the slots' aliases are names, too.
             are_read_by_others: the ranks of a node share the memory.
         """
-        staging = FileStaging(self, mesh, are_read_by_others=are_read_by_others)
+        staging = RangeBuffer(self, mesh, are_read_by_others=are_read_by_others)
         pieces = self.pieces(min(mesh.shard.rank, self.layout.num_shards - 1))
         found = []
         for index in self.present:
@@ -115,7 +114,7 @@ class LocalShards:
         return found
 
 
-class FileStaging(Staging):
+class RangeBuffer(GatherBuffer):
     """Parameters that tensor-parallel ranks cut, in ranges of the whole, as a file stores them.
 
     Attributes:
@@ -137,7 +136,7 @@ class FileStaging(Staging):
         return self._shards.over(self._mesh, self._mesh.dtensor_dim, "tensor")
 
     def add(self, index: int, name: str, aliases: tuple[str, ...]) -> StateTensor:
-        """Not collective, once the ranks are known. A slot, of the same dtype as all others, in ranges in `memory`."""
+        """Not collective, once the ranks are known. Return a slot, of the same dtype as all others, in ranges."""
         shape, shard = self._shards.layout.slots[index].whole_shape, self._shards.tensors[index]
         self._ranges[index] = ranges = _equal_ranges(math.prod(shape), self._blocks.comm.size)
         start, numel = ranges[self._blocks.comm.rank]
@@ -174,6 +173,6 @@ class FileStaging(Staging):
 
 
 def _equal_ranges(numel: int, size: int) -> list[tuple[int, int]]:
-    """(first element, number) of each rank's range of a tensor: equal ranges, unless they would be small."""
+    """Return (first element, number) of each rank's range of a tensor: equal ranges, unless they would be small."""
     step = max(-(-numel // size), _LEAST_NUMEL)
     return [(min(rank * step, numel), max(0, min(step, numel - rank * step))) for rank in range(size)]

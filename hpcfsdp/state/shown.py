@@ -35,7 +35,7 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def of(cls, source: Any) -> StandIn:
-        """In place of a ``ShardedTensor``, a ``DTensor`` or a ``Rank0Tensor``."""
+        """Make one for a ``ShardedTensor``, a ``DTensor`` or a ``Rank0Tensor``."""
         shape, dtype = shape_and_dtype(source)
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
         made.source = source
@@ -50,7 +50,7 @@ class StandIn(torch.Tensor):
 
 
 def shown_for(value: Any) -> Any:
-    """The tensor that modules hold for a value; torch warns when a ``ShardedTensor`` itself is detached."""
+    """Return the tensor that modules hold for a value; torch warns when a ``ShardedTensor`` itself is detached."""
     if isinstance(value, (ShardedTensor, DTensor, Rank0Tensor)):
         return StandIn.of(value)
     return value.detach() if isinstance(value, torch.Tensor) else value
@@ -58,7 +58,7 @@ def shown_for(value: Any) -> Any:
 
 @contextlib.contextmanager
 def orig_params_shown(unit: FlatUnit, values: Mapping[nn.Parameter, Any]) -> Iterator[None]:
-    """A context in which the modules of a unit have `values` as parameters, in the places of the original ones.
+    """Return a context in which the modules of a unit have `values` as parameters, in the places of the original ones.
 
     Flat parameters are hidden.
     """
@@ -97,7 +97,7 @@ def put_back(module: nn.Module, name: str, tensor: Any, shown: Any, registry: di
 
 @contextlib.contextmanager
 def flat_params_shown(unit: FlatUnit, values: Mapping[FlatParam, Any]) -> Iterator[None]:
-    """A context in which a unit has `values` in place of its flat parameters, and no original ones."""
+    """Return a context in which a unit has `values` in place of its flat parameters, and no original ones."""
     owner: nn.Module = unit.flat_owner
     before = {module: dict(module._parameters) for e in unit.own.entries for module, _ in e.places}
     before[owner] = dict(owner._parameters)
@@ -116,17 +116,17 @@ def flat_params_shown(unit: FlatUnit, values: Mapping[FlatParam, Any]) -> Iterat
 
 
 def flat_numel(layout: FlatLayout) -> int:
-    """Elements of a flat parameter up to the end of its last parameter: the same for any number of ranks."""
+    """Return elements of a flat parameter up to the end of its last parameter: the same for any number of ranks."""
     return layout.used_numel
 
 
 def is_extra_state(key: str) -> bool:
-    """Whether a name in a state dict is that of a module's extra state, which is an object even if it is a tensor."""
+    """Return whether a name is that of a module's extra state, which is an object even if it is a tensor."""
     return key.rpartition(".")[2] == "_extra_state"
 
 
 def source_of(key: str, now: torch.Tensor) -> Any:
-    """The value to load where a module has put `now`.
+    """Return the value to load where a module has put `now`.
 
     Raises:
         StateDictError: it was computed from a tensor that this rank does not have.
@@ -178,7 +178,7 @@ def check_source(
 
 
 def facts_of(source: Any, mesh: UnitMesh | None) -> str:
-    """A description of a value that must be the same on all ranks, as they move values together.
+    """Return a description of a value that must be the same on all ranks, as they move values together.
 
     Blocks are listed for the ranks of the shard dimension, in their order: replicas have theirs on other ranks.
     """
@@ -196,5 +196,5 @@ def facts_of(source: Any, mesh: UnitMesh | None) -> str:
 
 
 def digest_of(value: Any) -> str:
-    """A short text that is the same for values with the same ``repr``."""
+    """Return a short text that is the same for values with the same ``repr``."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()

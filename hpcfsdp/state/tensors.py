@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
+from hpcfsdp import _compat
 from hpcfsdp._compat import local_of
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.reshard.sharded_tensors import properties_of
-from hpcfsdp.reshard.whole import Staging, WholeStaging, is_cut
+from hpcfsdp.reshard.sharded_tensors import fill_block, full_tensor, is_sharded, properties_of
 
 _WHOLE_STATE = "_hpcfsdp_whole_state"
 """The attribute of a tensor that ``mark_whole_state`` sets."""
@@ -35,7 +37,7 @@ class LocalPiece:
         return self.tensor.numel()
 
     def flat(self) -> torch.Tensor:
-        """The elements, 1-D; the memory itself unless they are in another order there."""
+        """Return the elements, 1-D; the memory itself unless they are in another order there."""
         memory = self.tensor.detach()
         if memory.is_conj() or memory.is_neg():
             memory = memory.resolve_conj().resolve_neg()
@@ -70,6 +72,65 @@ class Runs:
 NO_RUNS = Runs.of((0,), ())
 
 
+class GatherBuffer(abc.ABC):
+    """Tensors in which others are gathered for a file; without memory before ``alloc``, and after ``free``."""
+
+    @abc.abstractmethod
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Not collective. Return all of them."""
+
+    def alloc(self) -> None:
+        """Not collective. Allocate the memory, unless it is there."""
+        for tensor in self.tensors():
+            take_memory(tensor)
+
+    def free(self) -> None:
+        """Not collective. Free it."""
+        for tensor in self.tensors():
+            forget_memory(tensor)
+
+    @abc.abstractmethod
+    def gather(self) -> None:
+        """Collective. Allocate the memory, and fill it."""
+
+    @abc.abstractmethod
+    def scatter(self) -> None:
+        """Collective. Fill the tensors that were gathered from the memory."""
+
+
+class FullTensorBuffer(GatherBuffer):
+    """A ``DTensor`` that is cut, whole on each rank in `memory`."""
+
+    def __init__(self, tensor: DTensor) -> None:
+        self._tensor = tensor
+        self.memory = _compat.local_of(tensor).detach().new_empty(tensor.shape)
+        self.free()
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        return [self.memory]
+
+    def gather(self) -> None:
+        self.alloc()
+        self.memory.copy_(full_tensor(self._tensor))
+
+    def scatter(self) -> None:
+        fill_block(self._tensor, self.memory)
+
+
+def forget_memory(tensor: torch.Tensor) -> None:
+    """Drop a tensor's memory, which others may go on to use; its shape stays.
+
+    Unlike ``free_storage`` it does not check who owns the memory: NumPy may have seen it.
+    """
+    tensor.data = tensor.new_empty(()).expand(tensor.shape)
+
+
+def take_memory(tensor: torch.Tensor) -> None:
+    """Allocate the memory that ``forget_memory`` has dropped, unless it is there."""
+    if not all(tensor.stride()):
+        tensor.data = tensor.new_empty(tensor.shape)
+
+
 @dataclass(frozen=True)
 class StateTensor:
     """A tensor by its global name and shape.
@@ -81,7 +142,7 @@ class StateTensor:
             as buffers, rank 0's counts.
         pieces: this rank's memory.
         aliases: other names of the same tensor.
-        staged: the staging memory that `pieces` are a part of, None if they are the tensor's own: it is gathered before
+        buffer: the staging memory that `pieces` are a part of, None if they are the tensor's own: it is gathered before
             they are written, and scattered after they have been read.
     """
 
@@ -91,10 +152,10 @@ class StateTensor:
     runs: Runs
     pieces: tuple[LocalPiece, ...]
     aliases: tuple[str, ...] = ()
-    staged: Staging | None = None
+    buffer: GatherBuffer | None = None
 
     def piece_of(self, start: int) -> LocalPiece:
-        """The piece with an element. Raises a ``LookupError`` if this rank does not have it."""
+        """Return the piece with an element. Raises a ``LookupError`` if this rank does not have it."""
         for piece in self.pieces:
             if piece.start <= start < piece.start + piece.numel:
                 return piece
@@ -121,23 +182,23 @@ class Rank0Tensor(TensorInfo):
 
 
 def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Those of a tensor, of the whole if it is distributed, or of a ``TensorInfo``; None for any other value."""
+    """Return those of a tensor, distributed or not, or of a ``TensorInfo``; None for any other value."""
     if isinstance(value, TensorInfo):
         return tuple(value.shape), value.dtype
     return properties_of(value) if isinstance(value, torch.Tensor) else None
 
 
-def staged_of(tensors: Iterable[StateTensor]) -> list[Staging]:
-    """The staging memory of tensors, in an order that is the same on all ranks."""
-    return list(dict.fromkeys(tensor.staged for tensor in tensors if tensor.staged is not None))
+def buffers_of(tensors: Iterable[StateTensor]) -> list[GatherBuffer]:
+    """Return the buffers of tensors, in an order that is the same on all ranks."""
+    return list(dict.fromkeys(tensor.buffer for tensor in tensors if tensor.buffer is not None))
 
 
 def unsharded(name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) -> StateTensor:
-    """A tensor that no unit shards: kept whole by all ranks, or a ``DTensor``, which is made whole for the file."""
-    if not is_cut(tensor):
+    """Describe a tensor that no unit shards: whole on all ranks, or a ``DTensor``, which is made whole for the file."""
+    if not is_sharded(tensor):
         return replicated(name, local_of(tensor).detach(), aliases)
-    form = WholeStaging(tensor)
-    return replace(replicated(name, form.memory, aliases), staged=form)
+    form = FullTensorBuffer(tensor)
+    return replace(replicated(name, form.memory, aliases), buffer=form)
 
 
 def refuse_subclasses(tensors: Iterable[StateTensor]) -> None:
@@ -156,7 +217,7 @@ def refuse_subclasses(tensors: Iterable[StateTensor]) -> None:
 
 
 def replicated(name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) -> StateTensor:
-    """A tensor that every rank keeps whole; rank 0 writes it."""
+    """Describe a tensor that every rank keeps whole; rank 0 writes it."""
     runs = Runs.of((0, tensor.numel()), ((0,),)) if tensor.numel() else NO_RUNS
     return StateTensor(name, tuple(tensor.shape), tensor.dtype, runs, (LocalPiece(0, tensor),), aliases)
 
@@ -171,5 +232,5 @@ def mark_whole_state(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_whole_state(value: object) -> bool:
-    """Whether ``mark_whole_state`` was called."""
+    """Return whether ``mark_whole_state`` was called."""
     return getattr(value, _WHOLE_STATE, False)

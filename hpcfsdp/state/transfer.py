@@ -43,7 +43,7 @@ from hpcfsdp.units.unit_mesh import Dim, UnitMesh
 def gather(
     mesh: UnitMesh, parts: LocalShards, dtype: torch.dtype, device: torch.device, form: StateDictFormat
 ) -> list[Any]:
-    """Collective over a replica of the unit. What a state dict shows of `parts`, for each slot; None for nothing.
+    """Collective over a replica of the unit. Return what a state dict shows of `parts`, by slot; None for nothing.
 
     Results are new memory. Beyond it this allocates one gathered flat parameter where all ranks get whole tensors, and
     otherwise a few parameters.
@@ -68,7 +68,7 @@ def gather(
 def _gather_to_rank0(
     mesh: UnitMesh, parts: LocalShards, dtype: torch.dtype, target: torch.device
 ) -> dict[int, torch.Tensor]:
-    """Collective over the first replica. Whole tensors on its first rank, nothing on the others."""
+    """Collective over the first replica. Return whole tensors on its first rank, nothing on the others."""
     blocks, slots = parts.over(mesh, "shard", "tensor"), parts.layout.slots
 
     def boxes(rank: int, index: int) -> Sequence[Box]:
@@ -85,7 +85,8 @@ def _gather_boxes(
     dtype: torch.dtype,
     target: torch.device,
 ) -> dict[int, torch.Tensor]:
-    """Collective over the ranks of `blocks`. The one box that this rank gets of each of the `chosen` slots, if any."""
+    """Collective over the ranks of `blocks`. Return the box that this rank gets of each of the `chosen` slots, if
+    any."""
     found = {
         index: torch.empty(box.sizes, dtype=dtype, device=target)
         for index in chosen
@@ -100,7 +101,7 @@ def _gather_boxes(
 def _gather_everywhere(
     comm: Communicator, parts: LocalShards, dtype: torch.dtype, target: torch.device
 ) -> dict[int, torch.Tensor]:
-    """Collective over the shards. Whole tensors, or whole blocks of them, on all ranks."""
+    """Collective over the shards. Return whole tensors, or whole blocks of them, on all ranks."""
     layout, present = parts.layout, parts.present
     if not present:
         return {}
@@ -117,7 +118,7 @@ def _gather_everywhere(
 
 
 def _join_blocks(comm: Communicator, parts: LocalShards, index: int, local: torch.Tensor) -> torch.Tensor:
-    """Collective over the tensor-parallel ranks. The whole of a slot that they may have cut into blocks."""
+    """Collective over the tensor-parallel ranks. Return the whole of a slot that they may have cut into blocks."""
     slot, block = parts.layout.slots[index], parts.layout.slots[index].block
     if not slot.is_cut:
         return local
@@ -132,7 +133,7 @@ def _join_blocks(comm: Communicator, parts: LocalShards, index: int, local: torc
 
 @contextlib.contextmanager
 def keeping_scratch() -> Iterator[None]:
-    """A context in which memory for what is gathered is allocated once, as large as the largest flat parameter.
+    """Return a context in which memory for what is gathered is allocated once, as large as the largest flat parameter.
 
     New memory costs the host as much as the copy that comes after.
     """
@@ -158,7 +159,7 @@ def _scratch(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 def _gather_chunks(
     mesh: UnitMesh, parts: LocalShards, dtype: torch.dtype, target: torch.device, form: StateDictFormat
 ) -> dict[int, Any]:
-    """Collective over a replica. Each tensor as this rank's chunk of its rows; one without dimensions as it is."""
+    """Collective over a replica. Return each tensor as this rank's chunk of rows, one without dimensions as it is."""
     slots, present = parts.layout.slots, parts.present
 
     def chunk(rank: int, index: int) -> Sequence[Box]:
@@ -187,7 +188,7 @@ def _gather_chunks(
 
 
 def _chunks_of_blocks(mesh: UnitMesh, parts: LocalShards, cut: Collection[int]) -> BoxesOf:
-    """Collective over the ranks of the unit, the first time. The chunks of parameters that are cut twice."""
+    """Collective over the ranks of the unit, the first time. Return the chunks of parameters that are cut twice."""
     ranks, tables = mesh.ranks("shard", "tensor"), {}
     for index in cut:
         slot = parts.layout.slots[index]
@@ -198,7 +199,7 @@ def _chunks_of_blocks(mesh: UnitMesh, parts: LocalShards, cut: Collection[int]) 
 
 @torch.no_grad()
 def scatter(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> None:
-    """Collective over the ranks of `mesh`, unless all of `values` are plain tensors. The way back from ``gather``.
+    """Collective over the ranks of `mesh`, unless all of `values` are plain tensors. Do the opposite of ``gather``.
 
     Args:
         parts: filled, converting to their dtype. What belongs to no slot is left alone.
@@ -260,7 +261,7 @@ def _scatter_boxes(
 
 
 def _copy_from_first_replica(mesh: UnitMesh, parts: LocalShards, chosen: Collection[int]) -> None:
-    """Collective over ``mesh.replicate``. The runs of `chosen` slots, a batch at a time."""
+    """Collective over ``mesh.replicate``. Copy the runs of `chosen` slots, a batch at a time."""
     replicate, runs = mesh.replicate, [run for run in parts.runs(mesh.shard.rank) if run.index in chosen]
     by_dtype: dict[torch.dtype, list[Run]] = {}
     for run in runs:
@@ -276,7 +277,7 @@ def _copy_from_first_replica(mesh: UnitMesh, parts: LocalShards, chosen: Collect
 
 
 def lies_on_dtensor_ranks(mesh: UnitMesh, value: ShardedTensor | DTensor) -> bool:
-    """Whether a distributed tensor is on ``mesh.dtensor_ranks`` alone: other tensor-parallel ranks have one like it.
+    """Return whether a distributed tensor is on ``mesh.dtensor_ranks`` alone: tensor-parallel ranks have others.
 
     Not collective, once these ranks know each other's names.
     """
@@ -309,7 +310,7 @@ def _is_tiled(shape: tuple[int, ...], boxes: frozenset[Box]) -> bool:
 
 
 def _boxes_by_rank(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int]) -> list[list[Box]]:
-    """The boxes of a distributed tensor, for each of `ranks`; of replicas, those of the first rank alone."""
+    """Return the boxes of a distributed tensor, for each of `ranks`; of replicas, those of the first rank alone."""
     check_blocks(key, value, ranks)
     everywhere, seen, found = all_boxes(value), set[Box](), []
     for rank in ranks:
@@ -320,7 +321,7 @@ def _boxes_by_rank(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int
 
 
 def _local_if_replicated(mesh: UnitMesh, value: Any) -> Any:
-    """The plain tensor of a ``DTensor`` that every rank has whole, which needs no communication; else the value."""
+    """Return the plain tensor of a ``DTensor`` that every rank has whole; any other value as it is."""
     if isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements):
         members = set(value.device_mesh.mesh.flatten().tolist())
         if members.issuperset(mesh.ranks(mesh.dtensor_dim)):
@@ -329,7 +330,7 @@ def _local_if_replicated(mesh: UnitMesh, value: Any) -> Any:
 
 
 def _stored(value: Any) -> torch.Tensor | None:
-    """This rank's memory of a distributed tensor, block after block, or of a ``Rank0Tensor``; 1-D."""
+    """Return this rank's memory of a distributed tensor, block after block, or of a ``Rank0Tensor``; 1-D."""
     if isinstance(value, Rank0Tensor):
         return None if value.tensor is None else _flat(value.tensor)
     blocks = [_flat(block) for _, block in local_blocks(value)]
@@ -341,5 +342,5 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _place(parts: LocalShards, run: Run) -> torch.Tensor:
-    """The memory of a run, as a view."""
+    """Return the memory of a run, as a view."""
     return parts.tensors[run.index][run.offset : run.offset + run.numel]

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel as TorchFSDP
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from hpcfsdp.errors import CheckpointError, StateDictError
+from hpcfsdp.errors import StateDictError
 from hpcfsdp.units.flat_unit import WRAPPED
 
 CHILD = "module"
@@ -30,12 +29,12 @@ _FLAT_PARAM = "_flat_param"
 
 
 def clean_fqn(name: str, prefix: str = "") -> str:
-    """A module path or parameter name without the parts after `prefix` that only wrappers add."""
+    """Return a module path or parameter name without the parts after `prefix` that only wrappers add."""
     return prefix + ".".join(part for part in name[len(prefix) :].split(".") if part not in _PARTS)
 
 
 def with_clean_names(state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A state dict by clean names. Raises a ``StateDictError`` if two entries have the same."""
+    """Return a state dict by clean names. Raises a ``StateDictError`` if two entries have the same."""
     found: dict[str, Any] = {}
     for key, value in state_dict.items():
         name = clean_fqn(key, prefix)
@@ -60,12 +59,12 @@ class CleanNames:
 
     @classmethod
     def of(cls, model: nn.Module) -> CleanNames:
-        """Those of a model; not collective."""
+        """Return those of a model; not collective."""
         found = {path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, _KNOWN)}
         return cls(frozenset(clean_fqn(path) for path in found.union(_outermost(model))))
 
     def __call__(self, path: str, name: str) -> str:
-        """The name in the model of `name` in the module at `path`."""
+        """Return the name in the model of `name` in the module at `path`."""
         clean = clean_fqn(f"{path}.{name}" if path else name)
         if not self.wrappers:
             return clean
@@ -78,7 +77,7 @@ class CleanNames:
 
 
 def _outermost(model: nn.Module) -> Iterator[str]:
-    """The paths of wrappers of any class that stand one in the other, from the model itself on."""
+    """Return the paths of wrappers of any class that stand one in the other, from the model itself on."""
     path, module = "", model
     while len(module._modules) == 1:
         [(name, child)] = module._modules.items()
@@ -88,23 +87,3 @@ def _outermost(model: nn.Module) -> Iterator[str]:
         if name == CHILD:
             yield path
         path, module = f"{path}.{name}" if path else name, child
-
-
-def settle(model: nn.Module) -> None:
-    """Have modules given to ``fully_shard`` hold their shards, as between steps.
-
-    Collective over their ranks after a forward without a backward, or ``unshard``.
-
-    Raises:
-        CheckpointError: torch's FullyShardedDataParallel shards parts of the model, and names do not show how.
-    """
-    for path, module in model.named_modules():
-        if isinstance(module, TorchFSDP):
-            raise CheckpointError(
-                f"{path or 'the model'} is torch's FullyShardedDataParallel, and only torch knows the layout of its "
-                "shards: wrap the model in hpcfsdp.FullyShardedDataParallel or with fully_shard, or save the result "
-                "of torch.distributed.checkpoint.state_dict.get_state_dict with torch.distributed.checkpoint.save "
-                "and an hpcfsdp.checkpoint.HDF5Writer"
-            )
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward without a backward the outermost one is whole

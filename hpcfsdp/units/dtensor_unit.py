@@ -21,7 +21,7 @@ from hpcfsdp.params.dtensor_params import DTensorParam, DTensorParams, Gather
 from hpcfsdp.params.layout import TensorBlock, contiguous_strides
 from hpcfsdp.params.sharded_params import Dtypes
 from hpcfsdp.params.storage import nothing_of
-from hpcfsdp.reshard.operations import complete_operations_on
+from hpcfsdp.reshard.dtensor_ops import complete_operations_on
 from hpcfsdp.units.build import CHUNK_NUMEL, comm_for_reductions, dtypes_for, shares_memory
 from hpcfsdp.units.flat_unit import ModelUnit
 from hpcfsdp.units.group_cache import rank_names

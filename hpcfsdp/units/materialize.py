@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from hpcfsdp.errors import EngineError
-from hpcfsdp.reshard.whole import fill_block
+from hpcfsdp.reshard.sharded_tensors import fill_block
 from hpcfsdp.units.options import NOTHING_IGNORED, Ignored
 from hpcfsdp.units.own import is_unit
 

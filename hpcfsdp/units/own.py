@@ -17,8 +17,8 @@ from hpcfsdp import _compat
 from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError, ShardingError
 from hpcfsdp.params.layout import TensorBlock
-from hpcfsdp.reshard.extensions import blocks_of, local_block
-from hpcfsdp.reshard.whole import is_cut
+from hpcfsdp.reshard.dtensor_extensions import blocks_of, local_block
+from hpcfsdp.reshard.sharded_tensors import is_sharded
 from hpcfsdp.units.options import NOTHING_IGNORED, Ignored
 from hpcfsdp.units.unit_mesh import UnitMesh
 
@@ -218,7 +218,7 @@ class OwnParams:
             f"parameter {e.fqn!r}": e.param for e in sorted(params, key=lambda e: e.index) if e.fqn not in excluded
         }
         for fqn, buffer in zip(self.buffer_fqns, self.buffers, strict=True):
-            if fqn not in excluded and not (alike_only and is_cut(buffer)):
+            if fqn not in excluded and not (alike_only and is_sharded(buffer)):
                 found[f"buffer {fqn!r}"] = buffer
         return found
 
@@ -230,7 +230,7 @@ class OwnParams:
     @property
     def buffers_alike(self) -> list[torch.Tensor]:
         """Buffers that are the same on all tensor-parallel ranks."""
-        return [buffer for buffer in self.buffers if not is_cut(buffer)]
+        return [buffer for buffer in self.buffers if not is_sharded(buffer)]
 
 
 def _runs(group: list[OwnParam], numel: int) -> Iterator[list[OwnParam]]:

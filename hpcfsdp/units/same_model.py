@@ -13,7 +13,7 @@ import xxhash
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import DifferentValuesWarning, DisagreementError
 from hpcfsdp.params.layout import FlatLayout, ParamSlot
-from hpcfsdp.reshard.whole import checksum
+from hpcfsdp.reshard.sharded_tensors import checksum
 
 _NOTHING = ("nothing", "", "", "")
 

@@ -16,8 +16,8 @@ from hpcfsdp import _compat
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.flat_param import set_grad
 from hpcfsdp.params.layout import TensorBlock
-from hpcfsdp.reshard.extensions import Placed, as_dtensor
-from hpcfsdp.reshard.whole import whole_of
+from hpcfsdp.reshard.dtensor_extensions import Placed, as_dtensor
+from hpcfsdp.reshard.sharded_tensors import full_tensor
 from hpcfsdp.units.own import hide, unit_fqn
 from hpcfsdp.units.unit_mesh import UnitMesh, describe_mesh
 
@@ -30,7 +30,7 @@ def replicated_grad(param: nn.Parameter, unit_mesh: UnitMesh) -> tuple[int, torc
     """
     num_blocks = unit_mesh.size("tensor")
     if not isinstance(param, DTensor) or param.device_mesh != unit_mesh.tensor_mesh:
-        return num_blocks, whole_of(param.grad)
+        return num_blocks, full_tensor(param.grad)
     if param.grad.placements != param.placements:
         param.grad = param.grad.redistribute(placements=param.placements)
     cut = [size for size, where in zip(param.device_mesh.mesh.shape, param.placements, strict=True) if where.is_shard()]

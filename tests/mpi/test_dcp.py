@@ -16,7 +16,7 @@ import hpcfsdp
 import hpcfsdp.state_dict as ours
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
-from hpcfsdp.reshard.whole import whole_of
+from hpcfsdp.reshard.sharded_tensors import full_tensor
 from hpcfsdp.state_dict import StateDictOptions
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi import parity
@@ -187,7 +187,7 @@ def test_an_optimizer_gets_its_state_without_a_change_of_parameters(world):
             assert param.grad is None
         assert not any(optimizer.state.values())
         for values in state["state"].values():  # those that a first step begins with
-            assert not any(whole_of(value).any() for value in values.values())
+            assert not any(full_tensor(value).any() for value in values.values())
 
 
 KEYS = {"swap": True, "tags": ("a", "b"), "none": None, "empty": (), "nested": {"x": [1, (2, 3)]}, "initial_lr": 0.1}
@@ -262,7 +262,7 @@ def test_hyper_parameters_that_decide_what_state_there_is_come_with_it(world, wr
                     param.zero_()
             step(model, optimizer)
         assert all(
-            torch.equal(whole_of(a), whole_of(b))
+            torch.equal(full_tensor(a), full_tensor(b))
             for a, b in zip(made[0].parameters(), other[0].parameters(), strict=True)
         )
 

@@ -106,7 +106,7 @@ def test_the_ranks_write_their_own_rows(world, shared_path):
     model = wrapped("rows")
     tensors = {tensor.name: tensor for tensor in model_tensors(model)}
     found = tensors["embed.weight"]
-    assert found.staged is None and found.runs.ranks.shape == (world.size, 1)
+    assert found.buffer is None and found.runs.ranks.shape == (world.size, 1)
     assert [piece.numel for piece in found.pieces] == [model.embed.weight.to_local().numel()]
     assert tensors["blocks.0.shift"].runs.ranks.tolist() == [[0]]
 

@@ -25,8 +25,8 @@ from hpcfsdp import _compat
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.launch.job import load_mpi
 from hpcfsdp.params.layout import Box
-from hpcfsdp.reshard import extensions as ours
-from hpcfsdp.reshard.metadata import build_global_metadata, build_metadata_from_local_shards, validate_tiling
+from hpcfsdp.reshard import dtensor_extensions as ours
+from hpcfsdp.reshard.shard_metadata import build_global_metadata, build_metadata_from_local_shards, validate_tiling
 from hpcfsdp.reshard.sharded_tensors import local_blocks
 
 SIZE = load_mpi().COMM_WORLD.size

@@ -396,14 +396,14 @@ def test_copies_of_blocks_are_made_when_their_turn_comes(world, plain, monkeypat
         made.append(make(value))
         return made[-1]
 
-    def move(*arguments):
+    def watched(*arguments):
         alive.append(sum(tensor is not None for tensor in made))
         made.clear()
         actual(*arguments)
 
-    actual = moving.move
+    actual = moving.redistribute
     monkeypatch.setattr(scattering, "_stored", watch)
-    monkeypatch.setattr(moving, "move", move)
+    monkeypatch.setattr(moving, "redistribute", watched)
     example = Example(plain)
     example.check_filled(False, [sharded_in_blocks(v, 3, range(world.size)) if v.ndim else v for v in example.values])
     assert max(alive) == 1

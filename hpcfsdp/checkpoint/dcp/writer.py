@@ -41,7 +41,7 @@ from hpcfsdp.checkpoint.saving.temporary import (
 )
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.reshard.whole import as_bytes, checksum
+from hpcfsdp.reshard.sharded_tensors import as_bytes, checksum
 from hpcfsdp.state.optim.values import digest
 from hpcfsdp.state.shown import is_extra_state
 from hpcfsdp.world import World, current_world

@@ -33,18 +33,19 @@ from hpcfsdp.errors import (
     CheckpointReplacedError,
 )
 from hpcfsdp.hang.calls import public_call
-from hpcfsdp.reshard.whole import as_bytes
+from hpcfsdp.reshard.sharded_tensors import as_bytes
 from hpcfsdp.state.model import (
     communicator_of,
     device_of,
+    hold_shards,
     materialized,
     model_tensors,
     persistent_tensors,
     stateful_modules,
 )
 from hpcfsdp.state.optim.in_file import OptimizerRestore
-from hpcfsdp.state.tensors import LocalPiece, StateTensor, TensorInfo, refuse_subclasses, staged_of
-from hpcfsdp.state.wrappers import CleanNames, settle
+from hpcfsdp.state.tensors import LocalPiece, StateTensor, TensorInfo, buffers_of, refuse_subclasses
+from hpcfsdp.state.wrappers import CleanNames
 from hpcfsdp.units.flat_unit import unit_of, units_in
 from hpcfsdp.units.guard import showing_state
 
@@ -117,15 +118,15 @@ def load(
     with reading(path), contextlib.ExitStack() as stack, torch.no_grad():
         index, reader, peers, drawing = _open_on_all_ranks(comm, stack, path, verify)
         with raise_together(comm):
-            settle(model)
+            hold_shards(model)
             in_file, match, targets, new, grown = _match_targets(reader, index, model, names, strict, stack)
             restore = None if optimizer is None else _plan_optimizer(in_file, model, optimizer)
             if restore is not None and names is not None:
                 _check_steps_only(match.found, restore, index.info.path)
             states = {name: _module_state(in_file, name) for name in match.states}
             tensors = [*targets, *(restore.tensors if restore is not None else ())]
-            for staged in staged_of(tensors):
-                staged.alloc()
+            for buffer in buffers_of(tensors):
+                buffer.alloc()
             found = [(str(in_file.path_in(tensor)), tensor) for tensor in targets]
             if restore is not None:
                 _read_optimizer(reader, in_file, restore)
@@ -138,7 +139,7 @@ def load(
             needed = rows_needed(index, kept, peers, comm.size)
         if verify and not fresh:
             _check_rows(comm, reader, index, needed, peers)
-        at_stake = [tensor for tensor in targets if fresh and tensor.staged is None]
+        at_stake = [tensor for tensor in targets if fresh and tensor.buffer is None]
         with _nan_on_failure(at_stake), raise_together(comm):
             _read_pieces(reader, once, _SPOILT if fresh else "")
         if not fresh:
@@ -146,9 +147,9 @@ def load(
                 _read_pieces(reader, twice, _PARTLY)
     for buffer, value in grown:
         buffer.data = value
-    for staged in staged_of(tensors):
-        staged.scatter()
-        staged.free()
+    for buffer in buffers_of(tensors):
+        buffer.scatter()
+        buffer.free()
     if restore is not None:
         restore.apply()
     for name, module in stateful_modules(model).items():

@@ -26,8 +26,8 @@ from hpcfsdp.checkpoint.saving.same_call import compare, compare_leaves
 from hpcfsdp.checkpoint.saving.temporary import BytesOf
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.reshard.whole import as_bytes
-from hpcfsdp.state.model import DTensorRanks, device_of, model_tensors, stateful_modules
+from hpcfsdp.reshard.sharded_tensors import as_bytes
+from hpcfsdp.state.model import DTensorRanks, device_of, hold_shards, model_tensors, stateful_modules
 from hpcfsdp.state.optim.in_file import (
     OptimizerState,
     local_state,
@@ -38,7 +38,6 @@ from hpcfsdp.state.optim.in_file import (
 from hpcfsdp.state.optim.keys import StepsWholeTensors
 from hpcfsdp.state.shown import digest_of
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, refuse_subclasses
-from hpcfsdp.state.wrappers import settle
 
 Metrics = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 """Numbers that training has noted, by name: the steps, and as many values."""
@@ -210,10 +209,10 @@ def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | N
     shown = None
     if isinstance(optimizer, StepsWholeTensors):
         with raise_together(comm):
-            settle(model)
+            hold_shards(model)
         shown = optimizer.shown_state()
     with raise_together(comm):
-        settle(model)
+        hold_shards(model)
         own = None if optimizer is None else local_state(model, optimizer, optimizer.state if shown is None else shown)
     elsewhere = {} if own is None else state_elsewhere(comm, own)
     with raise_together(comm):

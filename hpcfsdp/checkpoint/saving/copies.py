@@ -152,7 +152,7 @@ def _addresses_of(plan: SavePlan, rank: int, named: Sequence[StateTensor]) -> np
     for place, (number, start) in enumerate(zip(own["tensor"].tolist(), own["start"].tolist(), strict=True)):
         tensor = named[number]
         memory = tensor.piece_of(start).tensor
-        if tensor.staged is not None or not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
+        if tensor.buffer is not None or not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
             return None
         found[place] = memory.data_ptr() + (start - tensor.piece_of(start).start) * memory.element_size()
     return found

@@ -19,12 +19,12 @@ from hpcfsdp.checkpoint.format.metadata import select
 from hpcfsdp.checkpoint.saving.content import bytes_in_memory
 from hpcfsdp.checkpoint.saving.plan import SavePlan
 from hpcfsdp.checkpoint.saving.temporary import BytesOf, naming_write_errors
-from hpcfsdp.checkpoint.saving.writer import PosixWriter, by_stage
+from hpcfsdp.checkpoint.saving.writer import PosixWriter, by_buffer
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.launch.job import load_mpi
 from hpcfsdp.reshard.boxes import joined_boxes
-from hpcfsdp.state.tensors import StateTensor, staged_of
+from hpcfsdp.state.tensors import StateTensor, buffers_of
 
 BLOCKS_AT_ONCE = (64 << 20) // schema.BLOCK_BYTES
 """How many blocks of a tensor a rank hands to HDF5 in one call: they are in memory a second time."""
@@ -70,16 +70,16 @@ class MpioWriter(PosixWriter):
         comm, temporary, plan = self._comm, self._temporary, self._content.plan
         own = plan.blocks_of(comm.rank)
         self._sums = np.zeros(len(own), np.uint64)
-        stages = by_stage(tensors)  # the same on all ranks
+        stages = by_buffer(tensors)  # the same on all ranks
         with self._hdf5() as file:
             writer = _Blocks(plan, own, file, bytes_in_memory(plan, tensors), self._sums)
             with raise_together(comm), naming_write_errors(temporary.path):
                 writer.write(stages.get(None, ()))
-            for staged in staged_of(tensors):
-                staged.gather()
+            for buffer in buffers_of(tensors):
+                buffer.gather()
                 with raise_together(comm), naming_write_errors(temporary.path):
-                    writer.write(stages[staged])
-                staged.free()
+                    writer.write(stages[buffer])
+                buffer.free()
         with raise_together(comm), naming_write_errors(temporary.path), temporary.opened() as fd:
             disk.sync(fd)
 

@@ -37,12 +37,11 @@ from hpcfsdp.checkpoint.saving.temporary import (
     extent_rows,
     naming_write_errors,
 )
-from hpcfsdp.checkpoint.saving.writer import gather_sums, places_by_stage
+from hpcfsdp.checkpoint.saving.writer import gather_sums, places_by_buffer
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
 from hpcfsdp.params.layout import round_up
-from hpcfsdp.reshard.whole import Staging
-from hpcfsdp.state.tensors import staged_of
+from hpcfsdp.state.tensors import GatherBuffer, buffers_of
 from hpcfsdp.world import before_finalize
 
 log = logging.getLogger("hpcfsdp.checkpoint")
@@ -172,11 +171,11 @@ class PendingSave:
         """
         comm, tensors = self._comm, collected.tensors
         memory_of = memory_of_blocks(self._content.plan, tensors)
-        places = places_by_stage(self._content.plan, tensors, self._own) if tensors else {}
+        places = places_by_buffer(self._content.plan, tensors, self._own) if tensors else {}
 
-        def pieces_of(staged: Staging | None) -> Pieces:
+        def pieces_of(buffer: GatherBuffer | None) -> Pieces:
             return Pieces(
-                (Blocks((place,), (0,)), memory_of(int(self._own[place]))) for place in places.get(staged, ())
+                (Blocks((place,), (0,)), memory_of(int(self._own[place]))) for place in places.get(buffer, ())
             )
 
         first, at_once = pieces_of(None), False
@@ -193,8 +192,8 @@ class PendingSave:
         try:
             with raise_together(comm):
                 self._put(first, wait=False, at_once=at_once)
-            all_staged = staged_of(tensors)
-            fits = not all_staged and all(self._all_agree(first.is_empty))
+            buffers = buffers_of(tensors)
+            fits = not buffers and all(self._all_agree(first.is_empty))
             if not fits:
                 self._may_begin.set()
                 # There is more than the ring holds. Who waits for room must not wait for a file that never comes.
@@ -204,11 +203,11 @@ class PendingSave:
                 self._note_made()
                 with raise_together(comm):
                     self._put(first)
-            for staged in all_staged:
-                staged.gather()
+            for buffer in buffers:
+                buffer.gather()
                 with raise_together(comm):
-                    self._put(pieces_of(staged))
-                staged.free()
+                    self._put(pieces_of(buffer))
+                buffer.free()
         except BaseException:
             self.give_up()
             raise

@@ -23,9 +23,8 @@ from hpcfsdp.checkpoint.saving.temporary import BlockWriter, BytesOf, TemporaryF
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, nearest
 from hpcfsdp.hang.calls import public_call
-from hpcfsdp.reshard.whole import Staging
 from hpcfsdp.state.model import communicator_of
-from hpcfsdp.state.tensors import StateTensor, staged_of
+from hpcfsdp.state.tensors import GatherBuffer, StateTensor, buffers_of
 
 
 @public_call("checkpoint.save")
@@ -175,18 +174,18 @@ class PosixWriter:
         comm, temporary, plan = self._comm, self._temporary, self._content.plan
         own = plan.blocks_of(comm.rank)
         self._sums = np.zeros(len(own), np.uint64)
-        places = places_by_stage(plan, tensors, own)
+        places = places_by_buffer(plan, tensors, own)
         with contextlib.ExitStack() as stack:
             with raise_together(comm), naming_write_errors(temporary.path):
                 write, sync = stack.enter_context(self._opened(bytes_in_memory(plan, tensors)))
                 first = places.get(None, [])
                 self._sums[first] = write(own[first])
-            for staged in staged_of(tensors):
-                staged.gather()
+            for buffer in buffers_of(tensors):
+                buffer.gather()
                 with raise_together(comm), naming_write_errors(temporary.path):
-                    now = places.get(staged, [])
+                    now = places.get(buffer, [])
                     self._sums[now] = write(own[now])
-                staged.free()
+                buffer.free()
             with raise_together(comm), naming_write_errors(temporary.path):
                 sync()
                 stack.close()
@@ -226,14 +225,16 @@ def gather_sums(comm: Communicator, plan: SavePlan, sums: np.ndarray) -> list[by
     return [of_rank.cpu().numpy().tobytes() for of_rank in received]
 
 
-def places_by_stage(plan: SavePlan, tensors: Sequence[StateTensor], own: np.ndarray) -> dict[Staging | None, list[int]]:
+def places_by_buffer(
+    plan: SavePlan, tensors: Sequence[StateTensor], own: np.ndarray
+) -> dict[GatherBuffer | None, list[int]]:
     """Places in `own`, this rank's blocks of the plan, by the stage that must be gathered before they are written."""
-    return by_stage(tensors[tensor] for tensor in plan.blocks["tensor"][own].tolist())
+    return by_buffer(tensors[tensor] for tensor in plan.blocks["tensor"][own].tolist())
 
 
-def by_stage(tensors: Iterable[StateTensor]) -> dict[Staging | None, list[int]]:
+def by_buffer(tensors: Iterable[StateTensor]) -> dict[GatherBuffer | None, list[int]]:
     """Places in a sequence of tensors, by the stage that must be gathered before they are written. Pure."""
-    places: dict[Staging | None, list[int]] = {}
+    places: dict[GatherBuffer | None, list[int]] = {}
     for place, tensor in enumerate(tensors):
-        places.setdefault(tensor.staged, []).append(place)
+        places.setdefault(tensor.buffer, []).append(place)
     return places

@@ -47,7 +47,7 @@ class StateInfo:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> StateInfo:
-        """That of a parameter's state, names in order."""
+        """Describe a parameter's state, names in order."""
         info = cls()
         for name, value in sorted_items(state):
             described = shape_and_dtype(value)
@@ -60,7 +60,7 @@ class StateInfo:
         return info
 
     def kinds(self, *, with_shapes: bool) -> dict[str, tuple[Any, ...]]:
-        """Each state as a tuple that can be compared and printed; of tensors the shape only if asked for."""
+        """Return each state as a tuple that can be compared and printed; of tensors the shape only if asked for."""
         tensors = {
             name: (info.dtype, *((info.carrier, "of shape", info.shape) if with_shapes else ()))
             for name, info in self.tensors.items()
@@ -74,7 +74,7 @@ class StateInfo:
 
 
 def is_zero_dim_tensor(value: Any) -> bool:
-    """Whether a state value is one number in a tensor, as the count of steps."""
+    """Return whether a state value is one number in a tensor, as the count of steps."""
     return isinstance(value, torch.Tensor) and shape_and_dtype(value)[0] == ()
 
 
@@ -108,7 +108,7 @@ class RankState:
     order: Sequence[Any] = ()
 
     def packed(self) -> PackedState:
-        """The form in which it is sent. Errors that a user's own values raise when pickled are raised here."""
+        """Return the form in which it is sent. Errors that a user's own values raise when pickled are raised here."""
         names = sorted({*self.states, *self.empty}) if self.names is None else list(self.names)
         places: dict[bytes, int] = {}
         infos: list[StateInfo] = []
@@ -251,7 +251,7 @@ def _unpickled(rank: int, text: bytes) -> Any:
 
 
 def allgather_state_info(ranks: Communicator | Grid, mine: PackedState) -> GatheredState:
-    """Collective over `ranks`. The states of all ranks.
+    """Collective over `ranks`. Return the states of all ranks.
 
     Ranks exchange hashes, and then the parts that differ: with flat parameters usually none, with original parameters
     the states, as ranks have shards of different ones.
@@ -267,7 +267,7 @@ def allgather_state_info(ranks: Communicator | Grid, mine: PackedState) -> Gathe
 
 
 def convert_all_state_info(gathered: GatheredState) -> dict[str, StateInfo]:
-    """The states of all ranks together, compared.
+    """Return the states of all ranks together, compared.
 
     Raises:
         StateDictError: a rank lacks state that another one has, or has different state: names both ranks and states;
@@ -291,7 +291,7 @@ def convert_all_state_info(gathered: GatheredState) -> dict[str, StateInfo]:
 
 
 def differing_unsharded(gathered: GatheredState) -> str | None:
-    """A description of the first unsharded parameter that has different state on two ranks; None if there is none.
+    """Describe the first unsharded parameter that has different state on two ranks; None if there is none.
 
     Raises:
         StateDictError: it cannot be unpickled.

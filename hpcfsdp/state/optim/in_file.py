@@ -40,7 +40,7 @@ class OptimizerState:
     groups: list[dict[str, Any]]
 
     def only(self, names: Collection[str]) -> OptimizerState:
-        """The state of some parameters, in the groups that have one of them.
+        """Return the state of some parameters, in the groups that have one of them.
 
         Raises:
             CheckpointError: it steps none of them.
@@ -57,7 +57,7 @@ class OptimizerState:
 
 @contextlib.contextmanager
 def _errors_as(kind: type[CheckpointError]) -> Iterator[None]:
-    """A context in which a ``StateDictError`` becomes an error of a checkpoint."""
+    """Return a context in which a ``StateDictError`` becomes an error of a checkpoint."""
     try:
         yield
     except StateDictError as error:
@@ -69,7 +69,7 @@ States = Mapping[Any, Mapping[str, Any]]
 
 
 def local_state(model: nn.Module, optimizer: torch.optim.Optimizer, states: States) -> LocalOptimState:
-    """Not collective. The state of this rank's optimizer, by the names of a checkpoint.
+    """Not collective. Return the state of this rank's optimizer, by the names of a checkpoint.
 
     Args:
         states: the optimizer's, or what one of ``StepsWholeTensors`` shows.
@@ -93,7 +93,7 @@ def local_state(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
 
 
 def state_elsewhere(comm: Communicator, own: LocalOptimState) -> dict[str, StateInfo]:
-    """Collective over `comm`. The state of original parameters on the ranks that have elements of them.
+    """Collective over `comm`. Return the state of original parameters on the ranks that have elements of them.
 
     A rank without elements of a parameter does not step it. To write with others, it needs to know their state.
 
@@ -111,7 +111,7 @@ def state_elsewhere(comm: Communicator, own: LocalOptimState) -> dict[str, State
 
 
 def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo], ranks: DTensorRanks) -> OptimizerState:
-    """Not collective. The optimizer's state on this rank.
+    """Not collective. Return the optimizer's state on this rank.
 
     Args:
         ranks: of the model.
@@ -155,7 +155,7 @@ def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo], ra
 
 
 def _writer_of_scalars(info: FSDPParamInfo, fqn: str) -> int:
-    """The rank that writes a parameter's state without dimensions: the first one that steps it."""
+    """Return the rank that writes a parameter's state without dimensions: the first one that steps it."""
     slot = info.layout.slots[info.param_indices[fqn]]
     if not info.flat.use_orig_params or slot.is_cut or not slot.numel:
         return 0
@@ -163,7 +163,7 @@ def _writer_of_scalars(info: FSDPParamInfo, fqn: str) -> int:
 
 
 def named_groups(optimizer: torch.optim.Optimizer, params: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """Not collective. The present ``param_groups``, copied, with the names of their parameters, by group.
+    """Not collective. Return the present ``param_groups``, copied, with the names of their parameters, by group.
 
     Raises:
         CheckpointError: a value cannot be copied.
@@ -249,7 +249,7 @@ class OptimizerRestore:
         return [fqn for key in self._plan.keys for fqn in key.unflat_param_names]
 
     def check(self) -> None:
-        """To be called when all tensors are filled: one flat parameter has one value of each scalar.
+        """Check, when all tensors are filled, that one flat parameter has one value of each scalar.
 
         Raises:
             CheckpointMismatchError: scalars of one flat parameter differ between its parameters.
@@ -284,7 +284,7 @@ class OptimizerRestore:
 
 
 def _empty_state(param: nn.Parameter, hyper: Mapping[str, Any], key: str, value: TensorInfo) -> torch.Tensor:
-    """Memory for a state that is whole on this rank, or for a number."""
+    """Return memory for a state that is whole on this rank, or for a number."""
     # Torch's optimizers keep the step on the CPU unless they are capturable or fused.
     if isinstance(param, DTensor) and value.shape == tuple(param.shape):
         return torch.zeros_like(param.detach(), dtype=value.dtype)
@@ -304,7 +304,7 @@ def _check_named(groups: list[dict[str, Any]]) -> None:
 
 
 def _fitted(optimizer: torch.optim.Optimizer, number: int, key: str, value: Any) -> Any:
-    """A saved hyper-parameter as a value of the kind that a group of this optimizer has now, or an error."""
+    """Return a saved hyper-parameter as a value of the kind that a group of this optimizer has now, or an error."""
     group = optimizer.param_groups[number]
     if key not in group:
         return value
@@ -330,7 +330,7 @@ def _fitted(optimizer: torch.optim.Optimizer, number: int, key: str, value: Any)
 
 
 def _are_alike(now: Any, value: Any) -> bool:
-    """Whether a value may stand where another one is: both are numbers, or of the same type; None is anything."""
+    """Return whether a value may stand for another: both are numbers, or of one type; None is anything."""
     if now is None:
         return True
     number = (bool, int, float)

@@ -52,14 +52,14 @@ def initial_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
 
 
 def needs_closure(step: Callable[..., Any]) -> bool:
-    """Whether a ``step`` of an optimizer does not work without a closure."""
+    """Return whether a ``step`` of an optimizer does not work without a closure."""
     closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 @torch.no_grad()
 def states_of_first_step(optimizer: torch.optim.Optimizer, chosen: Container[Any] | None = None) -> dict[Any, Any]:
-    """Not collective. The state that an optimizer creates in its first step, with the values that it begins with.
+    """Not collective. Return the state that an optimizer creates in its first step, with its first values.
 
     Copies of the parameters take a step with gradients of zero, and no hooks are called. As in training, a rank does
     not step an original parameter that it holds nothing of. Nothing for an optimizer that steps with a closure alone.

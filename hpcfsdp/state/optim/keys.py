@@ -35,10 +35,10 @@ class StepsWholeTensors(Protocol):
     """An optimizer that steps whole tensors of sharded parameters, each on one rank."""
 
     def initial_state(self) -> dict[Any, dict[str, Any]]:
-        """Collective over all ranks of the model. What ``states_of_first_step`` gives for the ranks' optimizers."""
+        """Collective over all ranks of the model. Return what ``states_of_first_step`` gives for all optimizers."""
 
     def shown_state(self) -> Mapping[Any, dict[str, Any]]:
-        """Collective over all ranks of the model. State by sharded parameter, as if each rank stepped its shard.
+        """Collective over all ranks of the model. Return state by sharded parameter, as if each rank stepped its shard.
 
         What has another shape than the parameter is whole on all ranks, and marked by ``mark_whole_state``.
         """
@@ -79,15 +79,15 @@ class FSDPParamInfo:
         return self.flat.use_orig_params and self.mesh.strategy is ShardingStrategy.NO_SHARD
 
     def shows_whole(self, fqn: str) -> bool:
-        """Whether the optimizer steps all of a parameter here, in its original shape."""
+        """Return whether the optimizer steps all of a parameter here, in its original shape."""
         return self.keeps_shapes and not self.layout.slots[self.param_indices[fqn]].is_cut
 
     def has_state_of_any_shape(self, fqn: str) -> bool:
-        """Whether state of a parameter may have other shapes than the parameter: somebody steps all of it."""
+        """Return whether state of a parameter may have other shapes than the parameter: somebody steps all of it."""
         return self.is_stepped_whole or self.shows_whole(fqn)
 
     def is_empty_on(self, fqn: str, rank: int) -> bool:
-        """Whether the shard of a rank of ``comm`` has no elements of a parameter that has some."""
+        """Return whether the shard of a rank of ``comm`` has no elements of a parameter that has some."""
         slot = self.layout.slots[self.param_indices[fqn]]
         return math.prod(slot.whole_shape) > 0 and self.layout.param_run(fqn, rank) is None
 
@@ -105,7 +105,7 @@ class OptimStateKey(NamedTuple):
 
 
 def sorted_items(dictionary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The items of a mapping in the order of their keys, which is the same on all ranks."""
+    """Return the items of a mapping in the order of their keys, which is the same on all ranks."""
     for key in sorted(dictionary):
         yield key, dictionary[key]
 
@@ -113,7 +113,7 @@ def sorted_items(dictionary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def get_fqn_to_fsdp_param_info(
     model: nn.Module, optim: torch.optim.Optimizer | None = None, *, in_file: bool = False
 ) -> dict[str, FSDPParamInfo]:
-    """The flat parameter that each sharded parameter of the model is in, in the order of units.
+    """Return the flat parameter that each sharded parameter of the model is in, in the order of units.
 
     Tied parameters are there under their first name.
 
@@ -132,7 +132,7 @@ def get_fqn_to_fsdp_param_info(
 def get_param_to_fqns(
     model: nn.Module, fqn_to_info: Mapping[str, FSDPParamInfo] | None = None, *, in_file: bool = False
 ) -> dict[nn.Parameter, list[str]]:
-    """The names in the whole model of each parameter, in the order of ``model.parameters()``.
+    """Return the names in the whole model of each parameter, in the order of ``model.parameters()``.
 
     Of tied parameters the first name. A flat parameter has the names of all parameters in it.
 
@@ -149,13 +149,13 @@ def get_param_to_fqns(
 
 
 def get_flat_param_to_fqn(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The name of each flat parameter itself, as ``layers.0._flat_param``, without the names of wrappers."""
+    """Return the name of each flat parameter itself, as ``layers.0._flat_param``, without the names of wrappers."""
     sharded_params = {flat.parameter for _, flat, _ in named_flat_params(model) if not flat.use_orig_params}
     return {param: clean_fqn(name) for name, param in model.named_parameters() if param in sharded_params}
 
 
 def get_aliases(model: nn.Module) -> dict[str, str]:
-    """The first name of each tied parameter of the model, by all others that it has."""
+    """Return the first name of each tied parameter of the model, by all others that it has."""
     slots = [slot for _, _, layout in named_flat_params(model) for slot in layout.slots]
     found = {alias: slot.fqn for slot in slots for alias in slot.aliases}
     first: dict[nn.Parameter, str] = {}
@@ -167,7 +167,7 @@ def get_aliases(model: nn.Module) -> dict[str, str]:
 
 
 def get_param_groups_of_optim_input(model: nn.Module, optim_input: OptimInput = None) -> list[list[nn.Parameter]]:
-    """The parameters in each group of an optimizer that is built from `optim_input`. Exhausts generators.
+    """Return the parameters in each group of an optimizer that is built from `optim_input`. Exhausts generators.
 
     Raises:
         TypeError: `optim_input` is neither parameters nor groups of them.
@@ -195,7 +195,7 @@ def get_param_groups_of_optim_input(model: nn.Module, optim_input: OptimInput = 
 
 
 def get_param_id_to_param_from_optim_input(model: nn.Module, optim_input: OptimInput = None) -> dict[int, nn.Parameter]:
-    """The numbers that an optimizer built from `optim_input` gives to parameters.
+    """Return the numbers that an optimizer built from `optim_input` gives to parameters.
 
     Raises:
         TypeError, ValueError: see ``get_param_groups_of_optim_input``.
@@ -204,12 +204,12 @@ def get_param_id_to_param_from_optim_input(model: nn.Module, optim_input: OptimI
 
 
 def get_param_to_param_id_from_optim_input(model: nn.Module, optim_input: OptimInput = None) -> dict[nn.Parameter, int]:
-    """The inverse of ``get_param_id_to_param_from_optim_input``."""
+    """Return the inverse of ``get_param_id_to_param_from_optim_input``."""
     return {param: key for key, param in get_param_id_to_param_from_optim_input(model, optim_input).items()}
 
 
 def is_named_optimizer(optim_state_dict: Mapping[str, Any]) -> bool:
-    """Whether the keys of parameters in an optimizer's own state dict are names, not numbers."""
+    """Return whether the keys of parameters in an optimizer's own state dict are names, not numbers."""
     keys = [key for group in optim_state_dict.get("param_groups", ()) for key in group.get("params", ())]
     keys = keys or list(optim_state_dict.get("state") or ())
     return bool(keys) and isinstance(keys[0], str)
@@ -218,7 +218,8 @@ def is_named_optimizer(optim_state_dict: Mapping[str, Any]) -> bool:
 def get_param_key_to_param(
     optim: torch.optim.Optimizer, model: nn.Module | None = None, is_named_optimizer: bool = False
 ) -> dict[ParamKey, nn.Parameter]:
-    """The key of each parameter of an optimizer in its state dict: its number, or its name in an optimizer with names.
+    """Return the key of each parameter in an optimizer's state dict: its number, or its name in an optimizer with
+    names.
 
     Names are those that the optimizer was given (``named_parameters`` of torch's ``_NamedOptimizer``, ``params`` of
     TorchRec's ``KeyedOptimizer``), and otherwise those of ``model.named_parameters()``, names of wrappers included.
@@ -252,14 +253,14 @@ def _given_names(optim: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
 def get_param_to_param_key(
     optim: torch.optim.Optimizer, model: nn.Module | None = None, is_named_optimizer: bool = False
 ) -> dict[nn.Parameter, ParamKey]:
-    """The inverse of ``get_param_key_to_param``."""
+    """Return the inverse of ``get_param_key_to_param``."""
     return {param: key for key, param in get_param_key_to_param(optim, model, is_named_optimizer).items()}
 
 
 def resolve_param_keys(
     model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: OptimInput, *, is_named_optimizer: bool = False
 ) -> dict[ParamKey, nn.Parameter]:
-    """The parameters of an optimizer by their keys, from the optimizer or from what it was built from.
+    """Return the parameters of an optimizer by their keys, from the optimizer or from what it was built from.
 
     Raises:
         StateDictError: both are given, and the one was not built from the other.
@@ -282,7 +283,7 @@ def map_param_key_to_optim_keys(
     param_to_fqns: Mapping[nn.Parameter, Sequence[str]],
     fqn_to_info: Mapping[str, FSDPParamInfo],
 ) -> dict[OptimStateKey, ParamKey]:
-    """The keys of an optimizer's parameters, by the names that all ranks know; in the order of the optimizer.
+    """Return the keys of an optimizer's parameters, by the names that all ranks know; in the order of the optimizer.
 
     Raises:
         StateDictError: the optimizer steps a parameter that the model does not have.
@@ -300,7 +301,7 @@ def map_param_key_to_optim_keys(
 
 
 def with_params(group: Mapping[str, Any], params: list[Any], names: list[Any]) -> dict[str, Any]:
-    """A copy of a parameter group with other keys for its parameters.
+    """Return a copy of a parameter group with other keys for its parameters.
 
     Args:
         names: of the parameters, in a group of an optimizer that was built from names.
@@ -372,7 +373,7 @@ def check_is_state_dict(value: Any) -> None:
 
 
 def describe(value: Any) -> str:
-    """A value's type, and the value itself if it is short."""
+    """Return a value's type, and the value itself if it is short."""
     shown = repr(value)
     return f"a {type(value).__name__}" + (f" ({shown})" if len(shown) < 60 else "")
 
@@ -384,7 +385,7 @@ def rekey_optim_state_dict(
     optim_input: OptimInput = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """The state dict of a whole model's optimizer with its parameters by name, or by number.
+    """Return the state dict of a whole model's optimizer with its parameters by name, or by number.
 
     Names are those of `model`, wrappers' left out; numbers are those of the optimizer, and come in its order: by that
     ``Optimizer.load_state_dict`` goes, and not by number. Of tied parameters a state dict may have each name: the state
@@ -484,7 +485,7 @@ def _check_groups(groups: list[dict[str, Any]], optim: torch.optim.Optimizer, na
 
 
 def _in_order(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups by their first number; those without parameters stay where they are."""
+    """Return groups by their first number; those without parameters stay where they are."""
     ordered = iter(sorted((group for group in groups if group["params"]), key=lambda group: group["params"][0]))
     return [next(ordered) if group["params"] else group for group in groups]
 
@@ -500,7 +501,7 @@ def check_numbers(keys: list[int], names: Mapping[int, str]) -> None:
 
 
 def _names(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: OptimInput) -> dict[int, str]:
-    """The name of each numbered parameter."""
+    """Return the name of each numbered parameter."""
     fqns = get_param_to_fqns(model)
     found: dict[int, str] = {}
     for number, param in resolve_param_keys(model, optim, optim_input).items():
@@ -522,7 +523,7 @@ def _names(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: O
 def rekey_sharded_optim_state_dict(
     states: Mapping[str, dict[str, Any]], keys: Mapping[OptimStateKey, ParamKey]
 ) -> dict[ParamKey, dict[str, Any]]:
-    """State by the keys of this rank's optimizer, in its order.
+    """Return state by the keys of this rank's optimizer, in its order.
 
     Args:
         states: by the first parameter that an entry is for.

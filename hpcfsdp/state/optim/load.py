@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp.comm import Communicator, assert_same, raise_together
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.output.profile import Phase, SimpleProfiler, profile
-from hpcfsdp.reshard.sharded_tensors import is_distributed
-from hpcfsdp.reshard.whole import fill_block, whole_of
+from hpcfsdp.reshard.sharded_tensors import fill_block, full_tensor, is_distributed
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim.compare import allgather_state_info, check_same_groups, convert_all_state_info
 from hpcfsdp.state.optim.keys import FSDPParamInfo, OptimInput, check_is_state_dict, rekey_sharded_optim_state_dict
@@ -48,7 +47,7 @@ class NewState:
 
 
 def allocate_optim_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) -> NewState:
-    """Not collective. Memory for the state of one flat parameter; zero where no parameter is.
+    """Not collective. Return memory for the state of one flat parameter; zero where no parameter is.
 
     Tensors are 1-D: this rank's shard, or its run of a parameter, which may be empty. Original parameters under
     ``NO_SHARD`` have theirs whole.
@@ -97,7 +96,7 @@ def _empty_shard(info: FSDPParamInfo, dtype: torch.dtype) -> torch.Tensor:
 
 
 def flatten_optim_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) -> dict[str, dict[str, Any]]:
-    """Collective over the ranks of ``info.mesh`` unless all values are plain tensors. State of one flat parameter.
+    """Collective over the ranks of ``info.mesh`` unless all values are plain tensors. Return a flat parameter's state.
 
     Args, returns: see ``allocate_optim_state``.
     """
@@ -109,7 +108,7 @@ def flatten_optim_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) -> 
 
 
 def broadcast_processed_state(ranks: Communicator | Grid, optim_state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Collective over `ranks`. The state dict of rank 0, with a ``Rank0Tensor`` for each tensor with dimensions.
+    """Collective over `ranks`. Return the state dict of rank 0, with a ``Rank0Tensor`` for each tensor with dimensions.
 
     Args:
         optim_state_dict: on rank 0; ignored elsewhere. ``state`` and ``param_groups`` are sent, and nothing else.
@@ -140,25 +139,26 @@ def _processed(optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def broadcast_state(ranks: Communicator | Grid, value: Any, device: torch.device) -> Any:
-    """Collective over `ranks` for a ``Rank0Tensor``: the tensor, on all ranks and `device`. Any other value itself."""
+    """Collective over `ranks` for a ``Rank0Tensor``: return the tensor, on `device` of all ranks. Return others as they
+    are."""
     return broadcast_tensor(ranks, value).to(device) if isinstance(value, Rank0Tensor) else value
 
 
 def _loaded(ranks: Communicator | Grid, value: Any) -> Any:
-    """Collective over `ranks` where rank 0 alone has tensors. What ``_copied_but_tensors`` gave, as new memory."""
+    """Collective over `ranks` where rank 0 alone has tensors. Return state of the plan as new memory."""
     if isinstance(value, Rank0Tensor):
         return broadcast_state(ranks, value, ranks.device)
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _placed_like(param: DTensor, value: Any) -> Any:
-    """Collective over the mesh of a ``DTensor`` that is placed otherwise. State of a parameter, placed as it is."""
+    """Collective over the mesh of a ``DTensor`` placed otherwise. Return state of a parameter, placed as it is."""
     if not isinstance(value, torch.Tensor) or value.shape != param.shape:
         return value
     if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (param.device_mesh, param.placements):
         return value
     placed = torch.zeros_like(param.detach(), dtype=value.dtype)
-    fill_block(placed, whole_of(value))
+    fill_block(placed, full_tensor(value))
     return placed
 
 
@@ -174,7 +174,7 @@ def optim_state_dict_to_load(
     optim_input: OptimInput = None,
     group: Any = None,
 ) -> dict[str, Any]:
-    """Collective over all ranks of the model. The state dict that this rank's optimizer loads.
+    """Collective over all ranks of the model. Return the state dict that this rank's optimizer loads.
 
     All ranks check it, and compare what they have been given, before any tensor moves. Then one flat parameter at a
     time is filled. Neither the optimizer nor what was given is changed.
@@ -242,7 +242,7 @@ def optim_state_dict_to_load(
 
 
 def _scattered(plan: LoadPlan, ranks: Communicator | Grid, infos: Mapping[FSDPParamInfo, bool]) -> dict[str, Any]:
-    """Collective over all ranks, unless every rank has whole tensors. The state dict, once ranks agree.
+    """Collective over all ranks, unless every rank has whole tensors. Return the state dict, once ranks agree.
 
     Args:
         infos: the flat parameters; False where rank 0, which alone has tensors, has to send them whole.

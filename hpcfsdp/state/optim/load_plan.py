@@ -56,7 +56,7 @@ class StatePlan:
 
 
 def elementwise_names(states: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    """The names of states with a value for each element, judged by parameters with dimensions.
+    """Return the names of states with a value for each element, judged by parameters with dimensions.
 
     Of a parameter without dimensions such a state has none either, and looks like a scalar.
     """
@@ -78,7 +78,7 @@ def elementwise_names(states: Mapping[str, Any], shapes: Mapping[str, Sequence[i
 def plan_flat_state(
     info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], elementwise: set[str]
 ) -> StatePlan | None:
-    """What the state of a flat parameter will be; None if none of its parameters has any.
+    """Return what the state of a flat parameter will be; None if none of its parameters has any.
 
     Args:
         states: of the whole model's optimizer, by name.
@@ -133,7 +133,7 @@ def plan_flat_state(
 
 
 def plan_orig_state(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any], elementwise: set[str]) -> StatePlan | None:
-    """What the state of a parameter will be that the optimizer steps by itself; None if it has none.
+    """Return what the state of a parameter will be that the optimizer steps by itself; None if it has none.
 
     Raises:
         StateDictError: a tensor has another shape than the parameter, or a value cannot be copied.
@@ -197,7 +197,7 @@ def _check_shape(fqn: str, name: str, value: Any, shape: Sequence[int]) -> None:
 
 
 def flatten_zero_dim_tensor_optim_state(name: str, values: Sequence[torch.Tensor], fqns: Sequence[str]) -> torch.Tensor:
-    """The scalar that all parameters of one flat parameter have, as a new tensor.
+    """Return the scalar that all parameters of one flat parameter have, as a new tensor.
 
     Raises:
         StateDictError: they have different ones.
@@ -213,7 +213,7 @@ def flatten_zero_dim_tensor_optim_state(name: str, values: Sequence[torch.Tensor
 
 
 def flatten_non_tensor_optim_state(name: str, values: Sequence[Any], fqns: Sequence[str]) -> Any:
-    """The value that all parameters of one flat parameter have, copied.
+    """Return the value that all parameters of one flat parameter have, copied.
 
     Raises:
         StateDictError: they have different ones, or it cannot be copied.
@@ -307,7 +307,7 @@ class LoadPlan:
                 self.groups = list(map(merged, hypers, self.groups))
 
     def _name(self, key: Any) -> Any:
-        """The first name of the parameter that a state dict calls `key`."""
+        """Return the first name of the parameter that a state dict calls `key`."""
         if not isinstance(key, str):
             return key
         clean = clean_fqn(key)
@@ -320,7 +320,7 @@ class LoadPlan:
         return found
 
     def _readable(self, fqn: str, state: Any, is_chunked: bool) -> dict[str, Any]:
-        """The state of one parameter, with plain tensors in place of distributed ones that are loaded as they are.
+        """Return the state of one parameter, with plain tensors for distributed ones that are loaded as they are.
 
         Args:
             is_chunked: the parameter is a distributed tensor itself that no unit owns: so is its state.
@@ -413,7 +413,7 @@ class LoadPlan:
         own: list[list[ParamKey]],
         known: set[str],
     ) -> list[dict[str, Any]]:
-        """The groups of the state dict in the order of the optimizer's, with the keys of its parameters."""
+        """Return the groups of the state dict in the order of the optimizer's, with the keys of its parameters."""
         names_of = {own_key: key.unflat_param_names for key, own_key in self.keys.items()}
         for group in given:
             check_known(map(self._name, group["params"]), known, "param_groups")
@@ -434,7 +434,7 @@ class LoadPlan:
         return found
 
     def distributed(self) -> list[tuple[str, ShardedTensor | DTensor, FSDPParamInfo]]:
-        """The distributed tensors in the state dict, with names and flat parameters; the same on all ranks."""
+        """Return the distributed tensors in the state dict, with names and flat parameters; the same on all ranks."""
         return [
             (fqn, value, self.infos[first])
             for first, plan in self.entries.items()
@@ -444,7 +444,7 @@ class LoadPlan:
         ]
 
     def to_message(self) -> RankState:
-        """The message to other ranks."""
+        """Return the message to other ranks."""
         sharded = set(self.infos)
         names_of = {own_key: key.unflat_param_names for key, own_key in self.keys.items()}
         groups = [
@@ -463,7 +463,7 @@ def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a group, with tensors on the devices of the optimizer's own, and tuples, where it has them.
+    """Return a copy of a group, with tensors on the devices of the optimizer's own, and tuples, where it has them.
 
     Keys that `given` lacks, as a group of an older version of torch may, keep the optimizer's values; so do ``FLAGS``.
     """
@@ -483,7 +483,7 @@ def merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole_here(value: ShardedTensor | DTensor) -> torch.Tensor | None:
-    """The values of a distributed tensor if this rank has all of them."""
+    """Return the values of a distributed tensor if this rank has all of them."""
     try:
         blocks = local_blocks(value)
     except ValueError:  # it is a sum over ranks, say
@@ -493,12 +493,12 @@ def _whole_here(value: ShardedTensor | DTensor) -> torch.Tensor | None:
 
 
 def _copied_but_tensors(what: str, value: Any) -> Any:
-    """A copy of a value of state, for all ranks to raise errors now; a tensor itself, which is copied or sent later."""
+    """Copy a value of state, for all ranks to raise errors now; a tensor, which is copied or sent later, stays."""
     return value if isinstance(value, (torch.Tensor, TensorInfo)) else deep_copy(what, value)
 
 
 def _entry_copied_but_tensors(what: str, value: Any) -> Any:
-    """The same of an entry that is no parameter's: a dict of such values, or anything else."""
+    """Copy an entry that is no parameter's: a dict of such values, or anything else."""
     if not isinstance(value, Mapping):
         return _copied_but_tensors(what, value)
     return {name: _copied_but_tensors(f"{name!r} of {what}", inner) for name, inner in value.items()}
@@ -515,7 +515,7 @@ def _check_same_names(fqn: str, given: Mapping[str, Any], held: Mapping[str, Any
 
 
 def _is_users(key: Any, value: Any, given: Mapping[Any, Any], known: set[str]) -> bool:
-    """Whether an entry of state belongs to no parameter at all, rather than to one of another model."""
+    """Return whether an entry of state belongs to no parameter at all, rather than to one of another model."""
     if key in known or not isinstance(value, Mapping):
         return key not in known
     of_params = {name for other in known & given.keys() if isinstance(given[other], Mapping) for name in given[other]}

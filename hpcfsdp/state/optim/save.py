@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp.comm import assert_same, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.output.profile import Phase, SimpleProfiler, profile
-from hpcfsdp.reshard.sharded_tensors import check_readable
-from hpcfsdp.reshard.whole import whole_of
+from hpcfsdp.reshard.sharded_tensors import check_readable, full_tensor
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim.compare import (
     RankState,
@@ -102,7 +101,7 @@ class FlatParamState:
 
 
 def _of_no_elements(info: StateInfo | None, held: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """The state of a parameter without elements on this rank: that of other ranks, without elements.
+    """Return the state of a parameter without elements on this rank: that of other ranks, without elements.
 
     No rank has compared the state `held` here; it is used where other ranks cannot send theirs.
     """
@@ -194,7 +193,7 @@ class LocalOptimState:
         self.states[name] = state
 
     def flat_param_states(self, merged: Mapping[str, StateInfo]) -> list[tuple[FSDPParamInfo, FlatParamState]]:
-        """Not collective. The state of each flat parameter, in the order of the model, which all ranks have."""
+        """Not collective. Return the state of each flat parameter, in the order of the model, which all ranks have."""
         infos = dict.fromkeys(self.infos.values())
         return [(info, FlatParamState.of(info, self.states, merged)) for info in infos]
 
@@ -219,7 +218,7 @@ class LocalOptimState:
                     )
 
     def to_message(self) -> RankState:
-        """The message to other ranks."""
+        """Return the message to other ranks."""
         groups = []
         for group in self.groups or ():
             names = [name for key in group["params"] for name in self.fqns[self.params[key]] if name in self.infos]
@@ -274,7 +273,7 @@ def check_state_shapes(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any]) 
 
 
 def with_keys_of(params: Mapping[ParamKey, nn.Parameter], optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict with the keys of an optimizer with names; either may have names of wrappers in them."""
+    """Return the state dict with the keys of an optimizer with names; either may have names of wrappers in them."""
     known = {clean_fqn(str(key)): key for key in params}
 
     def rename(key: Any) -> Any:
@@ -289,7 +288,7 @@ def with_keys_of(params: Mapping[ParamKey, nn.Parameter], optim_state_dict: Mapp
 
 
 def _copied_or_tensor(names: tuple[Any, ...], value: Any) -> Any:
-    """A copy of a value, with its `names` for errors; a tensor itself, if it can be copied later."""
+    """Return a copy of a value, with its `names` for errors; a tensor itself, if it can be copied later."""
     if isinstance(value, torch.Tensor):
         check_readable("/".join(map(str, names)), value)
         return value
@@ -312,7 +311,7 @@ def optim_state_dict(
     optim_input: OptimInput = None,
     group: Any = None,
 ) -> dict[str, Any]:
-    """Collective over all ranks of the model. The state dict of the optimizer of the whole model.
+    """Collective over all ranks of the model. Return the state dict of the optimizer of the whole model.
 
     All ranks compare what they have before any tensor moves. Then one flat parameter at a time is gathered.
 
@@ -367,7 +366,7 @@ def optim_state_dict(
         with keeping_scratch():
             if differing is None and not form.sharded:  # else ranks may have other ones
                 own.unsharded = {
-                    name: {k: whole_of(v) if isinstance(v, DTensor) else v for k, v in sorted_items(state)}
+                    name: {k: full_tensor(v) if isinstance(v, DTensor) else v for k, v in sorted_items(state)}
                     for name, state in sorted_items(own.unsharded)  # a collective for each DTensor
                 }
             return _gathered(own, merged, form, is_shown=not form.rank0_only or ranks.rank == 0)
@@ -376,7 +375,7 @@ def optim_state_dict(
 def _gathered(
     own: LocalOptimState, merged: Mapping[str, StateInfo], form: StateDictFormat, *, is_shown: bool
 ) -> dict[str, Any]:
-    """Collective over all ranks. The state dict, once ranks agree."""
+    """Collective over all ranks. Return the state dict, once ranks agree."""
     states: States = {}
     for info, state in own.flat_param_states(merged):
         if form.is_made_by(info.mesh):
@@ -398,7 +397,7 @@ def _gathered(
 
 
 def communicate_optim_state(info: FSDPParamInfo, state: FlatParamState, form: StateDictFormat) -> States:
-    """Collective over a replica of the unit. The state of a flat parameter's parameters, by their names.
+    """Collective over a replica of the unit. Return the state of a flat parameter's parameters, by their names.
 
     Returns:
         New memory. Nothing on ranks that the form leaves out.
@@ -431,7 +430,7 @@ def unflatten_param_groups(
     param_key_to_param: Mapping[ParamKey, nn.Parameter],
     param_to_fqns: Mapping[nn.Parameter, Sequence[str]],
 ) -> list[dict[str, Any]]:
-    """An optimizer's groups with the names of the model's parameters; every other key is copied."""
+    """Return an optimizer's groups with the names of the model's parameters; every other key is copied."""
     groups = []
     for group in param_groups:
         fqns = [fqn for key in group["params"] for fqn in param_to_fqns[param_key_to_param[key]]]
@@ -440,7 +439,7 @@ def unflatten_param_groups(
 
 
 def _copied(state: Mapping[Any, Any], form: StateDictFormat) -> dict[Any, Any]:
-    """State that needs no communication, as new memory. DTensors stay what they are."""
+    """Return state that needs no communication, as new memory. DTensors stay what they are."""
     return {
         name: value.detach().to(form.device(value.device), copy=True)
         if isinstance(value, torch.Tensor)

@@ -33,7 +33,7 @@ def place_steps(groups: Iterable[Mapping[str, Any]], states: Mapping[Any, dict[s
 
 
 def digest(value: Any) -> bytes:
-    """16 bytes, the same for equal values. Values of a user's own class are equal if they are pickled alike.
+    """Return 16 bytes, the same for equal values. Values of a user's own class are equal if they are pickled alike.
 
     Raises:
         Exception: whatever such a class raises.
@@ -42,7 +42,7 @@ def digest(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A value in a form whose text is the same for equal values; pickles of equal values may differ."""
+    """Return a value in a form whose text is the same for equal values; pickles of equal values may differ."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Mapping):
@@ -52,11 +52,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [type(value).__name__, *map(_plain, value)]
     text = io.BytesIO()
-    _Pickler(text).dump(value)
+    _CanonicalPickler(text).dump(value)
     return text.getvalue()
 
 
-class _Pickler(pickle.Pickler):
+class _CanonicalPickler(pickle.Pickler):
     """Pickles equal tensors alike, and equal arrays, on any device and in any memory layout."""
 
     def reducer_override(self, value: Any) -> Any:
@@ -84,7 +84,7 @@ def _elements(tensor: torch.Tensor) -> Any:
 
 
 def _is_dense(value: Any) -> bool:
-    """Whether a value is a tensor of torch's own class whose elements can be compared one by one."""
+    """Return whether a value is a tensor of torch's own class whose elements can be compared one by one."""
     return (
         type(value) in _TENSORS
         and value.layout is torch.strided
@@ -93,7 +93,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values of any kind are equal; not-a-number equals itself.
+    """Return whether two values of any kind are equal; not-a-number equals itself.
 
     Where a class has no equality, or one that does not say yes or no, the content counts.
     """
@@ -108,7 +108,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _verdict(one: Any, other: Any) -> bool | None:
-    """Whether values are equal by the operators of their classes; None where these give no answer."""
+    """Return whether values are equal by the operators of their classes; None where these give no answer."""
     if any(isinstance(value, (torch.Tensor, np.ndarray)) for value in (one, other)):
         return None  # they compare element by element
     try:
@@ -138,7 +138,7 @@ class Unpicklable(str):
 
 
 def picklable(value: Any) -> Any:
-    """A value in a form for other ranks: one that cannot be pickled, or unpickled, as the name of its type.
+    """Return a value in a form for other ranks: one that cannot be pickled, or unpickled, as the name of its type.
 
     Tensors in it are copied to host memory: unpickled, they would be put on the device that they were on.
     """
@@ -154,7 +154,7 @@ def picklable(value: Any) -> Any:
 
 
 def on_host(value: Any) -> Any:
-    """A value with all tensors in it, in lists, tuples and dicts too, in host memory; meta tensors stay."""
+    """Return a value with all tensors in it, in lists, tuples and dicts too, in host memory; meta tensors stay."""
     if isinstance(value, torch.Tensor):
         return value.detach() if value.is_meta else value.detach().cpu()
     if type(value) in (list, tuple):
@@ -163,7 +163,7 @@ def on_host(value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in lists, tuples, sets and dicts, however deep, or the value itself if it is one."""
+    """Return the tensors in lists, tuples, sets and dicts, however deep, or the value itself if it is one."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple, set, frozenset, Mapping)):
@@ -192,7 +192,7 @@ def check_nested(fqn: str, state: Mapping[str, Any]) -> None:
 
 
 def deep_copy(what: str, value: Any) -> Any:
-    """A copy of any value.
+    """Return a copy of any value.
 
     Args:
         what: it is, for the error.

@@ -3,7 +3,7 @@
 import math
 
 from hpcfsdp.params.layout import Box, Run
-from hpcfsdp.reshard.boxes import chunk_box, cut_runs, whole_box
+from hpcfsdp.reshard.boxes import chunk_box, common_runs, whole_box
 
 
 def whole_runs(shapes):
@@ -13,7 +13,7 @@ def whole_runs(shapes):
 
 def box_runs(index, shape, box):
     """The runs of one block of a tensor; the block is contiguous in memory of its own."""
-    return cut_runs(index, whole_box(shape), box)
+    return common_runs(index, whole_box(shape), box)
 
 
 def chunk_runs(shapes, num_chunks, chunk, chosen=None):

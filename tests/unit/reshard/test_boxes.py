@@ -12,7 +12,8 @@ from hypothesis import given, strategies as st
 
 from hpcfsdp.checkpoint.format.metadata import select
 from hpcfsdp.params.layout import Box, FlatLayout, Run
-from hpcfsdp.reshard.boxes import Move, chunk_box, cut_runs, intersect, joined_boxes, run_boxes, whole_box
+from hpcfsdp.reshard.boxes import chunk_box, common_runs, joined_boxes, run_boxes, whole_box
+from hpcfsdp.reshard.redistribute import Transfer, intersect
 from tests.unit.reshard.distributions import box_runs, chunk_runs, whole_runs
 
 
@@ -134,7 +135,7 @@ def boxes_within(draw, shape):
 @given(st.lists(st.integers(0, 6), max_size=4).map(tuple), st.integers(0, 9), st.data())
 def test_the_runs_that_two_blocks_share(shape, offset, data):
     frame, box = data.draw(boxes_within(shape)), data.draw(boxes_within(shape))
-    runs = list(cut_runs(3, frame, box, offset))
+    runs = list(common_runs(3, frame, box, offset))
     in_frame, in_box = elements_of(shape, frame), elements_of(shape, box)
     found = []
     for index, start, numel, at in runs:
@@ -149,9 +150,9 @@ def test_the_runs_that_two_blocks_share(shape, offset, data):
 
 def test_runs_end_where_either_block_does():
     columns, whole = Box((0, 1), (3, 2)), whole_box((3, 4))
-    assert list(cut_runs(0, columns, whole, 10)) == [Run(0, 0, 2, 11), Run(0, 2, 2, 15), Run(0, 4, 2, 19)]
-    assert list(cut_runs(0, whole, columns)) == [Run(0, 1, 2, 0), Run(0, 5, 2, 2), Run(0, 9, 2, 4)]
-    assert list(cut_runs(0, columns, columns)) == [Run(0, 0, 6, 0)]
+    assert list(common_runs(0, columns, whole, 10)) == [Run(0, 0, 2, 11), Run(0, 2, 2, 15), Run(0, 4, 2, 19)]
+    assert list(common_runs(0, whole, columns)) == [Run(0, 1, 2, 0), Run(0, 5, 2, 2), Run(0, 9, 2, 4)]
+    assert list(common_runs(0, columns, columns)) == [Run(0, 0, 6, 0)]
 
 
 @given(st.lists(st.integers(0, 6), max_size=4).map(tuple), st.data())
@@ -209,7 +210,7 @@ def test_the_shards_of_a_layout_tile_its_parameters():
     runs = [layout.runs(rank) for rank in range(3)]
     assert sorted(runs[0] + runs[1] + runs[2])[0] == Run(0, 0, 8, 0)
     assert sum(run.numel for of_rank in runs for run in of_rank) == 22
-    assert intersect(runs[0], whole_runs([(3, 5), (0,), (7,)])) == [Move(0, 0, 0, 8)]
+    assert intersect(runs[0], whole_runs([(3, 5), (0,), (7,)])) == [Transfer(0, 0, 0, 8)]
     assert layout.runs(1, apart=True)[0] == runs[1][0]._replace(offset=0)
 
 

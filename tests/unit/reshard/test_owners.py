@@ -12,7 +12,7 @@ from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.reshard import owners as owner_moves
 from hpcfsdp.reshard.boxes import whole_box
-from hpcfsdp.reshard.owners import BlockCut, FlatCut, Lattice, OwnerMoves, choose_owners
+from hpcfsdp.reshard.owners import BlockSharding, FlatSharding, Lattice, OwnerExchange, choose_owners
 from hpcfsdp.reshard.placements import mesh_blocks
 from tests.unit.reshard.layouts import VALUES, layout_of
 
@@ -30,7 +30,7 @@ def cuts_of(mesh, rank=0):
     """The cuts of all parameters, as `rank` has their layout."""
     lattice = lattice_of(mesh)
     layout = layout_of(mesh[1], mesh[2], int(lattice.places[rank][2]))
-    return [FlatCut(layout, index, lattice) for index in range(len(VALUES))]
+    return [FlatSharding(layout, index, lattice) for index in range(len(VALUES))]
 
 
 def elements(cut, boxes):
@@ -86,11 +86,11 @@ def test_tensors_are_gathered_and_scattered(run_ranks, monkeypatch, mesh, limit)
     owners = [(3 * index + 1) % size for index in range(len(VALUES))]
 
     def body(comm):
-        cuts = cuts_of(mesh, comm.rank)
-        moves = OwnerMoves(comm, cuts, owners)
+        shardings = cuts_of(mesh, comm.rank)
+        moves = OwnerExchange(comm, shardings, owners)
         chosen = [index for index in range(len(VALUES)) if index != 1]
-        shards = {index: shard_of(cut, comm.rank, VALUES[index]) for index, cut in enumerate(cuts)}
-        whole = {index: torch.full(cut.shape, -1.0) for index, cut in enumerate(cuts) if moves.owns(index)}
+        shards = {index: shard_of(cut, comm.rank, VALUES[index]) for index, cut in enumerate(shardings)}
+        whole = {index: torch.full(cut.shape, -1.0) for index, cut in enumerate(shardings) if moves.owns(index)}
         moves.gather(chosen, shards.__getitem__, whole.__getitem__, torch.float32)
         for index in set(whole) & set(chosen):
             assert torch.equal(whole[index], VALUES[index])
@@ -98,7 +98,7 @@ def test_tensors_are_gathered_and_scattered(run_ranks, monkeypatch, mesh, limit)
         before = shards[1].clone()
         moves.scatter(chosen, whole.__getitem__, shards.__getitem__, torch.float32)
         for index in chosen:
-            assert torch.equal(shards[index], 2 * shard_of(cuts[index], comm.rank, VALUES[index]))
+            assert torch.equal(shards[index], 2 * shard_of(shardings[index], comm.rank, VALUES[index]))
         assert torch.equal(shards[1], before)
 
     found = run_ranks(size, body)
@@ -113,7 +113,7 @@ def test_blocks_of_any_mesh(data):
     dims = st.one_of(st.just(Replicate()), st.integers(0, len(shape) - 1).map(Shard))
     placements = data.draw(st.lists(dims, min_size=len(mesh), max_size=len(mesh)))
     boxes = mesh_blocks(shape, torch.arange(math.prod(mesh)).view(mesh), placements)
-    cut = BlockCut(shape, {rank: box for rank, box in boxes.items() if box.numel})
+    cut = BlockSharding(shape, {rank: box for rank, box in boxes.items() if box.numel})
     for owner in range(math.prod(mesh)):
         sent = dict(cut.senders(owner))
         found = [number for boxes in (cut.boxes(owner), *sent.values()) for number in elements(cut, boxes)]
@@ -127,14 +127,14 @@ def test_blocks_of_any_mesh(data):
 def flat_cuts(shapes, size):
     layout = FlatLayout.plan([(str(n), shape, ()) for n, shape in enumerate(shapes)], torch.float32, size)
     lattice = Lattice.of(np.arange(size)[None, :, None])
-    return [FlatCut(layout, index, lattice) for index in range(len(shapes))]
+    return [FlatSharding(layout, index, lattice) for index in range(len(shapes))]
 
 
 def test_a_tensor_stays_on_the_rank_that_has_it():
-    cuts = flat_cuts([(8, 8)] * 6, 3)
-    assert choose_owners(cuts, [1.0] * 6, 3, 0.0) == [0, 0, 1, 1, 2, 2]
+    shardings = flat_cuts([(8, 8)] * 6, 3)
+    assert choose_owners(shardings, [1.0] * 6, 3, 0.0) == [0, 0, 1, 1, 2, 2]
     comm = FakeCommunicator(1, 3)
-    moves = OwnerMoves(comm, cuts, [0, 0, 1, 1, 2, 2])
+    moves = OwnerExchange(comm, shardings, [0, 0, 1, 1, 2, 2])
     assert all(moves.stays(index) for index in range(6))
 
 
@@ -152,7 +152,7 @@ def test_no_rank_is_idle_where_a_tensor_is_cut_over_all():
 
 @pytest.mark.parametrize(("move_cost", "owners"), [(0.1, [0, 1]), (2.0, [0, 0])])
 def test_a_move_that_costs_more_than_it_saves_is_left_out(move_cost, owners):
-    cut = BlockCut((8,), {0: whole_box((8,))})
+    cut = BlockSharding((8,), {0: whole_box((8,))})
     assert choose_owners([cut, cut], [10.0, 10.0], 2, move_cost) == owners
 
 
@@ -177,12 +177,12 @@ class Counting(FakeCommunicator):
 @pytest.mark.parametrize("size", [2, 4, 64])
 def test_each_element_moves_once_in_each_direction(size):
     shapes = [(16, 24)] * 5
-    cuts = flat_cuts(shapes, size)
-    owners = choose_owners(cuts, [1.0] * 5, size, 1e-9)
+    shardings = flat_cuts(shapes, size)
+    owners = choose_owners(shardings, [1.0] * 5, size, 1e-9)
     total = 0
     for rank in range(size):
         comm = Counting(rank, size)
-        moves = OwnerMoves(comm, cuts, owners)
+        moves = OwnerExchange(comm, shardings, owners)
         shards = {index: torch.zeros(moves.numel_here(index)) for index in range(5)}
         whole = {index: torch.zeros(shape) for index, shape in enumerate(shapes)}
         moves.gather(range(5), shards.__getitem__, whole.__getitem__, torch.float32)

@@ -8,8 +8,8 @@ from hypothesis import given, settings, strategies as st
 
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.params.layout import FlatLayout, Run
-from hpcfsdp.reshard.boxes import Move, chunk_box, run_boxes, whole_box
-from hpcfsdp.reshard.redistribute import MovePlan, ShardedBlocks, batches, move
+from hpcfsdp.reshard.boxes import chunk_box, run_boxes, whole_box
+from hpcfsdp.reshard.redistribute import RedistributePlan, ShardedBlocks, Transfer, batches, redistribute
 from tests.unit.reshard.distributions import chunk_runs, whole_runs
 from tests.unit.reshard.layouts import VALUES, layout_of
 
@@ -80,9 +80,9 @@ def test_every_value_arrives_and_nothing_else_is_touched(run_ranks, data, size, 
     def body(comm):
         have = memory(sources[comm.rank], count, given_dtypes, values, step)
         get = memory(targets[comm.rank], count, taken_dtypes)
-        plan = MovePlan.make(comm.rank, comm.size, sources.__getitem__, targets.__getitem__)
+        plan = RedistributePlan.make(comm.rank, comm.size, sources.__getitem__, targets.__getitem__)
         for part in plan.parts(batches([numel_of(shape) for shape in shapes], limit)):
-            move(comm, part, have, get, travelling)
+            redistribute(comm, part, have, get, travelling)
         return get
 
     for found, runs in zip(run_ranks(size, body), targets, strict=True):
@@ -94,7 +94,7 @@ def test_every_value_arrives_and_nothing_else_is_touched(run_ranks, data, size, 
 @given(data=st.data(), size=st.integers(1, 4), shapes=SHAPES, limit=st.integers(0, 30))
 def test_ranks_plan_the_same_moves_and_parts_of_plans_are_the_plan(data, size, shapes, limit):
     sources, targets = data.draw(pieces(shapes, size)), data.draw(pieces(shapes, size))
-    plans = [MovePlan.make(rank, size, sources.__getitem__, targets.__getitem__) for rank in range(size)]
+    plans = [RedistributePlan.make(rank, size, sources.__getitem__, targets.__getitem__) for rank in range(size)]
     for giver in range(size):
         assert plans[giver].sent[giver] == plans[giver].received[giver] == []
         for taker in range(size):
@@ -126,9 +126,9 @@ def test_one_rank_alone_needs_no_collective():
 
     comm = FakeCommunicator()
     comm.all_to_all = refuse
-    plan = MovePlan([Move(0, 1, 0, 3)], [[]], [[]])
+    plan = RedistributePlan([Transfer(0, 1, 0, 3)], [[]], [[]])
     target = torch.zeros(3, dtype=torch.float64)
-    move(comm, plan, [torch.arange(4.0)], [target], torch.float32)
+    redistribute(comm, plan, [torch.arange(4.0)], [target], torch.float32)
     assert target.tolist() == [1, 2, 3]
 
 
@@ -146,8 +146,8 @@ def test_a_run_of_the_right_dtype_is_sent_and_received_in_its_place(run_ranks, d
 
         comm.all_to_all = watch
         whole = [Run(0, 0, 12, 0)]
-        plan = MovePlan.make(comm.rank, 2, lambda r: whole * (r == 0), lambda r: whole * (r == 1))
-        move(comm, plan, [have], [get], torch.float32)
+        plan = RedistributePlan.make(comm.rank, 2, lambda r: whole * (r == 0), lambda r: whole * (r == 1))
+        redistribute(comm, plan, [have], [get], torch.float32)
         [(received, sent)] = seen
         return sent == have.data_ptr() if comm.rank == 0 else (received == get.data_ptr(), get.tolist())
 
@@ -160,8 +160,8 @@ def test_no_history_of_moves_is_kept(run_ranks):
     def body(comm):
         shard = torch.nn.Parameter(torch.full((layout.shard_numel,), float(comm.rank)))
         found = torch.zeros(16, requires_grad=True)
-        plan = MovePlan.make(comm.rank, 2, layout.runs, lambda _: whole_runs([(4, 4)]))
-        move(comm, plan, [shard], [found], torch.float32)
+        plan = RedistributePlan.make(comm.rank, 2, layout.runs, lambda _: whole_runs([(4, 4)]))
+        redistribute(comm, plan, [shard], [found], torch.float32)
         return found.is_leaf, found.tolist()
 
     assert run_ranks(2, body) == [(True, [0.0] * 8 + [1.0] * 8)] * 2

@@ -14,8 +14,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp import _compat
-from hpcfsdp._compat import ShardedTensor
-from hpcfsdp.errors import StateDictError
+from hpcfsdp._compat import ShardedTensor, at_its_storage, inner_tensors
+from hpcfsdp.errors import ShardingError, StateDictError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.reshard.sharded_tensors import (
@@ -24,6 +24,9 @@ from hpcfsdp.reshard.sharded_tensors import (
     create_chunk_dtensor,
     create_chunk_sharded_tensor,
     create_sharded_tensor,
+    fill_block,
+    full_tensor,
+    is_sharded,
     local_blocks,
     properties_of,
 )
@@ -46,6 +49,73 @@ def large():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=24)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    yield DeviceMesh("cpu", torch.arange(3))
+    dist.destroy_process_group()
+
+
+def dtensor(mesh, local, placement, shape):
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def test_what_is_cut_and_what_is_not(mesh):
+    local = torch.arange(2.0)
+    assert is_sharded(dtensor(mesh, local, Shard(0), (5,)))
+    assert is_sharded(dtensor(mesh, local, Partial(), (2,)))
+    same = dtensor(mesh, local, Replicate(), (2,))
+    assert not is_sharded(same)
+    assert not is_sharded(local)
+    assert full_tensor(same).data_ptr() == full_tensor(local).data_ptr() == local.data_ptr()
+
+
+@pytest.mark.parametrize(("dim", "expected"), [(0, [[2.0, 3.0], [4.0, 5.0]]), (1, [[1.0], [3.0], [5.0]])])
+def test_a_block_is_filled_from_the_whole(mesh, dim, expected):
+    whole = torch.arange(6.0).view(3, 2)
+    if dim == 0:
+        whole = torch.arange(10.0).view(5, 2)  # rows 2, 2, 1
+        expected = [[4.0, 5.0], [6.0, 7.0]]
+    target = dtensor(mesh, torch.zeros(len(expected), len(expected[0])), Shard(dim), whole.shape)
+    fill_block(target, whole)
+    assert target.to_local().tolist() == expected
+
+
+def test_a_rank_that_has_nothing_is_not_filled(mesh):
+    target = dtensor(mesh, torch.zeros(0, 2), Shard(0), (1, 2))
+    fill_block(target, torch.ones(1, 2))
+    assert target.to_local().shape == (0, 2)
+
+
+def test_sums_to_come_are_not_filled(mesh):
+    with pytest.raises(ShardingError, match="has no values of its own"):
+        fill_block(dtensor(mesh, torch.zeros(2), Partial(), (2,)), torch.ones(2))
+
+
+def test_plain_tensors_and_replicas_are_filled_whole(mesh):
+    for target in (torch.zeros(2), dtensor(mesh, torch.zeros(2), Replicate(), (2,))):
+        fill_block(target, torch.ones(2))
+        local = target.to_local() if isinstance(target, DTensor) else target
+        assert local.tolist() == [1, 1]
+
+
+def test_tensors_within_others(mesh):
+    local = torch.zeros(2)
+    assert [part.data_ptr() for part in inner_tensors(dtensor(mesh, local, Shard(0), (5,)))] == [local.data_ptr()]
+    assert list(inner_tensors(local)) == [local]
+
+
+def test_an_alias_begins_at_its_storage():
+    memory = torch.arange(6.0)
+    part = memory[2:4]
+    alias = at_its_storage(part)
+    assert alias.storage_offset() == 0
+    alias += 1
+    assert memory.tolist() == [0, 1, 3, 4, 4, 5]
+    assert at_its_storage(memory) is memory
 
 
 def chunks_of(whole):

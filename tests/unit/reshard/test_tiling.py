@@ -14,7 +14,7 @@ from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.errors import CheckpointCorruptError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard import tiling as hyperslabs
-from hpcfsdp.reshard.tiling import Fault, TilingError, byte_ranges, find_fault, find_outside, first_untiled
+from hpcfsdp.reshard.tiling import TilingError, TilingFault, byte_ranges, find_fault, find_outside, first_untiled
 
 
 @st.composite
@@ -45,7 +45,7 @@ def looked_for(shape, boxes):
             if all(o <= at < o + size for at, o, size in zip(element, offsets, sizes, strict=True))
         ]
         if len(holding) != 1:
-            return Fault(element, tuple(holding[:2]))
+            return TilingFault(element, tuple(holding[:2]))
     return None
 
 
@@ -79,18 +79,18 @@ def test_the_first_faulty_element_is_found(tiling, data):
 def test_a_pinwheel_that_no_cut_goes_through():
     boxes = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
     assert find_fault((3, 3), boxes) is None
-    assert find_fault((3, 3), boxes[:-1]) == Fault((1, 1), ())
+    assert find_fault((3, 3), boxes[:-1]) == TilingFault((1, 1), ())
 
 
 def test_equal_volume_does_not_hide_an_overlap():
     boxes = [Box((0, 0), (2, 4)), Box((1, 0), (2, 4))]
-    assert find_fault((4, 4), boxes) == Fault((1, 0), (0, 1))
+    assert find_fault((4, 4), boxes) == TilingFault((1, 0), (0, 1))
 
 
 def test_a_tensor_without_dimensions_is_one_element():
     assert find_fault((), [Box((), ())]) is None
-    assert find_fault((), []) == Fault((), ())
-    assert find_fault((), [Box((), ())] * 2) == Fault((), (0, 1))
+    assert find_fault((), []) == TilingFault((), ())
+    assert find_fault((), [Box((), ())] * 2) == TilingFault((), (0, 1))
 
 
 def test_a_tensor_without_elements_needs_no_blocks():
@@ -120,9 +120,12 @@ def test_16384_blocks(shape):
     assert math.prod(shape) == sum(box.numel for box in boxes)
     assert find_fault(shape, boxes) is None
     gone = boxes.pop(5000)
-    assert find_fault(shape, boxes) == Fault(gone.offsets, ())
+    assert find_fault(shape, boxes) == TilingFault(gone.offsets, ())
     boxes.append(boxes[77])
-    assert find_fault(shape, boxes) in (Fault(gone.offsets, ()), Fault(boxes[77].offsets, (77, len(boxes) - 1)))
+    assert find_fault(shape, boxes) in (
+        TilingFault(gone.offsets, ()),
+        TilingFault(boxes[77].offsets, (77, len(boxes) - 1)),
+    )
 
 
 FIELDS = ["tensor", "count", "start", "numel", "stride"]

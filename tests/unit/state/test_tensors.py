@@ -1,7 +1,19 @@
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hpcfsdp.state.tensors import NO_RUNS, LocalPiece, StateTensor, replicated
+from hpcfsdp.state.tensors import (
+    NO_RUNS,
+    FullTensorBuffer,
+    LocalPiece,
+    StateTensor,
+    forget_memory,
+    replicated,
+    take_memory,
+)
 
 
 def test_a_piece_is_flat_without_a_copy_where_its_elements_lie_in_order():
@@ -56,3 +68,38 @@ def test_a_replicated_tensor_is_kept_by_all_and_written_by_rank_0():
 def test_no_rank_writes_a_tensor_without_elements():
     runs = replicated("w", torch.zeros(0, 3)).runs
     assert (runs.edges.tolist(), runs.ranks.tolist()) == ([0], [])
+
+
+@pytest.mark.parametrize("shape", [(5,), (7, 1), (1, 1), (2, 3), (0,), (0, 4), ()])
+def test_a_tensor_forgets_its_memory_and_gets_new_one(shape):
+    tensor = torch.ones(shape)
+    seen, kept = tensor.numpy(), tensor
+    forget_memory(tensor)
+    assert tensor is kept
+    assert tensor.shape == shape
+    assert tensor.untyped_storage().nbytes() <= tensor.itemsize
+    assert (seen == 1).all()  # what others look at is still there
+    take_memory(tensor)
+    tensor.fill_(2)
+    assert tensor.shape == shape
+    assert tensor.is_contiguous()
+    before = tensor.untyped_storage().data_ptr()
+    take_memory(tensor)
+    assert tensor.untyped_storage().data_ptr() == before
+    assert (tensor == 2).all()
+
+
+def test_a_buffer_has_memory_when_it_is_asked_for():
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    mesh = DeviceMesh("cpu", torch.arange(3))
+    tensor = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False, shape=torch.Size((5,)), stride=(1,))
+    form = FullTensorBuffer(tensor)
+    assert form.memory.shape == (5,)
+    assert form.memory.untyped_storage().nbytes() == 4
+    form.alloc()
+    form.memory.copy_(torch.arange(5.0))
+    form.scatter()
+    assert tensor.to_local().tolist() == [2, 3]
+    form.free()
+    assert form.memory.untyped_storage().nbytes() == 4
+    dist.destroy_process_group()

@@ -24,8 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hpcfsdp._compat import ChunkShardingSpec, ShardedTensor
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.params.layout import Box
-from hpcfsdp.reshard import extensions as ours
-from hpcfsdp.reshard.metadata import validate_tiling
+from hpcfsdp.reshard import dtensor_extensions as ours
+from hpcfsdp.reshard.shard_metadata import validate_tiling
 from hpcfsdp.reshard.sharded_tensors import all_boxes, create_sharded_tensor, local_blocks
 
 SIZE = 4

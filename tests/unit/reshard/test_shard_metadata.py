@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hpcfsdp._compat import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.params.layout import Box
-from hpcfsdp.reshard import metadata as ours
+from hpcfsdp.reshard import shard_metadata as ours
 from tests.unit.reshard.test_tiling import tilings
 
 SIZE = 4

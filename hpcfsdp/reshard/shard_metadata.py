@@ -25,7 +25,7 @@ _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"
 def parse_and_validate_remote_device(
     pg: dist.ProcessGroup | None, remote_device: Any
 ) -> tuple[int | None, torch.device]:
-    """The rank and the device of a shard's placement. Not collective.
+    """Return the rank and the device of a shard's placement. Not collective.
 
     Args:
         pg: the rank has to be one of its global ranks, if this rank is in it; None for the default one.
@@ -57,9 +57,7 @@ def parse_and_validate_remote_device(
 def validate_output_tensor_for_gather(
     my_rank: int, dst_rank: int, size: Sequence[int], dst_tensor: torch.Tensor | None
 ) -> None:
-    """Check that the rank that gathers, and no other, was given a tensor of the right size.
-
-    Not collective.
+    """Check that the rank that gathers, and no other, was given a tensor of the right size. Not collective.
 
     Raises:
         ShardingError: it is missing, has another size, or is given on a rank that gets nothing.
@@ -81,7 +79,7 @@ def validate_output_tensor_for_gather(
 
 
 def flatten_tensor_size(*size: Any) -> torch.Size:
-    """``f(2, 3)``, ``f((2, 3))`` and ``f([(2, 3)])`` as a ``torch.Size``.
+    """Return ``f(2, 3)``, ``f((2, 3))`` and ``f([(2, 3)])`` as a ``torch.Size``.
 
     Raises:
         TypeError: a dimension is no int; bool counts as none.
@@ -124,7 +122,7 @@ def metadata_of_boxes(
     device: torch.device,
     devices_per_node: int | None = None,
 ) -> ShardedTensorMetadata:
-    """The metadata of a tensor of `shape` with these boxes as shards, which have each element once. Not collective.
+    """Return the metadata of a tensor with boxes as shards, which have each element once. Not collective.
 
     Args:
         boxes: with the global rank that each is placed on.
@@ -139,7 +137,7 @@ def metadata_of_boxes(
 
 
 def placement_of(rank: int, device: torch.device, devices_per_node: int | None = None) -> str:
-    """The placement of a rank's shard, as torch writes it, if this rank's is on `device`. Not collective.
+    """Return the placement of a rank's shard, as torch writes it, if this rank's is on `device`. Not collective.
 
     Args:
         devices_per_node: see ``metadata_of_boxes``.
@@ -154,7 +152,7 @@ def placement_of(rank: int, device: torch.device, devices_per_node: int | None =
 def build_metadata_from_local_shards(
     local_shards: Sequence[Shard], global_size: Sequence[int], current_rank: int, pg: dist.ProcessGroup | None
 ) -> ShardedTensorMetadata:
-    """The metadata of this rank's shards of a tensor. Not collective.
+    """Return the metadata of this rank's shards of a tensor. Not collective.
 
     Args:
         local_shards: at least one, each strided, contiguous, of the size, the rank and the device that its metadata
@@ -218,7 +216,7 @@ def _check_local(number: int, shard: Shard, rank: int, pg: dist.ProcessGroup | N
 def build_global_metadata(
     gathered_metadatas: Sequence[ShardedTensorMetadata | None], recalc_metadata: bool = False
 ) -> ShardedTensorMetadata:
-    """The metadata of a whole tensor, from those of all ranks. Not collective.
+    """Return the metadata of a whole tensor, from those of all ranks. Not collective.
 
     Takes ``n log n`` in the number of shards.
 
@@ -254,7 +252,7 @@ def build_global_metadata(
 
 
 def _check_owners(present: Sequence[tuple[int, ShardedTensorMetadata]]) -> None:
-    """Each rank lists shards of its own, all on one rank, which no other one lists."""
+    """Check that each rank lists shards of its own, all on one rank, which no other one lists."""
     owners: dict[Any, tuple[int, ShardMetadata]] = {}
     for rank, metadata in present:
         for shard in metadata.shards_metadata:
@@ -277,7 +275,7 @@ def _check_owners(present: Sequence[tuple[int, ShardedTensorMetadata]]) -> None:
 
 
 def _holder_of(shard: ShardMetadata) -> tuple[int | None, str | None] | None:
-    """The rank or the worker that a shard is placed on, None for neither."""
+    """Return the rank or the worker that a shard is placed on, None for neither."""
     if shard.placement is None:
         return None
     holder = shard.placement.rank(), shard.placement.worker_name()
@@ -350,7 +348,7 @@ def recalc_global_sharded_tensor_metadata(
 
 
 def _check_within(size: torch.Size, shards: Sequence[ShardMetadata]) -> list[Box]:
-    """The blocks of shards. Raises a ``ShardingError`` if one reaches beyond the tensor."""
+    """Return the blocks of shards. Raises a ``ShardingError`` if one reaches beyond the tensor."""
     blocks = [box_of(shard) for shard in shards]
     outside = find_outside(size, blocks)
     if outside is not None:
@@ -359,12 +357,12 @@ def _check_within(size: torch.Size, shards: Sequence[ShardMetadata]) -> list[Box
 
 
 def box_of(shard: ShardMetadata) -> Box:
-    """The block of a shard in its tensor."""
+    """Return the block of a shard in its tensor."""
     return Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
 
 
 def copied(shard: ShardMetadata) -> ShardMetadata:
-    """A copy with lists of its own. Not constructed: torch refuses invalid ones without naming them."""
+    """Return a copy with lists of its own. Not constructed: torch refuses invalid ones without naming them."""
     copied = copy.copy(shard)
     copied.shard_offsets, copied.shard_sizes = list(shard.shard_offsets), list(shard.shard_sizes)
     return copied

@@ -27,8 +27,8 @@ from hpcfsdp._compat import (
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import chunk_box
-from hpcfsdp.reshard.metadata import copied, metadata_of_boxes
 from hpcfsdp.reshard.placements import mesh_blocks
+from hpcfsdp.reshard.shard_metadata import copied, metadata_of_boxes
 from hpcfsdp.reshard.sharded_tensors import all_boxes, create_chunk_sharded_tensor, ranks_of_tensor
 
 
@@ -42,18 +42,12 @@ class Placed(NamedTuple):
 
 
 def local_block(tensor: DTensor) -> torch.Tensor:
-    """This rank's block, a tensor of its own in the same memory, which wants a gradient if `tensor` does.
-
-    Not collective.
-    """
+    """Return this rank's block in its memory, which wants a gradient if `tensor` does. Not collective."""
     return _compat.local_of(tensor).detach().requires_grad_(tensor.requires_grad)
 
 
 def as_dtensor(block: torch.Tensor, placed: Placed) -> DTensor:
-    """The ``DTensor`` that has `block` on this rank; gradients come to `block`, redistributed to its placements.
-
-    Not collective.
-    """
+    """Return the ``DTensor`` of `block`, to which gradients come, redistributed to its placements. Not collective."""
     mesh, placements, shape, stride = placed
     return DTensor.from_local(block, mesh, placements, run_check=False, shape=shape, stride=stride)
 
@@ -66,7 +60,7 @@ def chunk_tensor(
     pg: dist.ProcessGroup,
     device: torch.device | None = None,
 ) -> ShardedTensor:
-    """A tensor in chunks of rows over a process group.
+    """Return a tensor in chunks of rows over a process group.
 
     Collective over the mesh of a ``DTensor`` the first time, where it has several dimensions; else not collective.
 
@@ -121,7 +115,7 @@ def _chunked(
 
 
 def _nested(inner: ShardedTensor, whole: ShardedTensorMetadata, group: dist.ProcessGroup) -> ShardedTensor:
-    """A tensor with the metadata `whole`, and `inner` in place of this rank's shard, if it has one."""
+    """Return a tensor with the metadata `whole`, and `inner` in place of this rank's shard, if it has one."""
     properties, places = copy.copy(whole.tensor_properties), list(map(copied, whole.shards_metadata))
     properties.requires_grad = False
     mine = [Shard(inner, place) for place in places if place.placement.rank() == dist.get_rank()]
@@ -129,7 +123,8 @@ def _nested(inner: ShardedTensor, whole: ShardedTensorMetadata, group: dist.Proc
 
 
 def chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> DTensor:
-    """A tensor in chunks of rows over the last dimension of a mesh, and as it is over those of tensor parallelism.
+    """Chunk a tensor's rows over the last dimension of a mesh, and keep its placements along those of tensor
+    parallelism.
 
     Collective over the root of the mesh where the rows are cut along both; else without a message.
 
@@ -166,7 +161,7 @@ def chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> D
 
 
 def _root_and_last(mesh: DeviceMesh | None) -> tuple[DeviceMesh, int]:
-    """The mesh that a mesh is a part of, and which dimension of it the last one of the part is."""
+    """Return the mesh that a mesh is a part of, and which dimension of it the last one of the part is."""
     root = None if mesh is None else _compat.root_mesh(mesh)
     names = (root and root.mesh_dim_names) or ()
     if mesh is None or root.ndim < 2 or root == mesh or not set(mesh.mesh_dim_names or ("",)) <= set(names):
@@ -178,7 +173,7 @@ def _root_and_last(mesh: DeviceMesh | None) -> tuple[DeviceMesh, int]:
 
 
 def _on_other_dims(tensor: DTensor, root: DeviceMesh, mesh: DeviceMesh) -> list[tuple[int, Any]]:
-    """The placements of a ``DTensor``, with the dimensions of the root mesh that they are for."""
+    """Return the placements of a ``DTensor``, with the dimensions of the root mesh that they are for."""
     own_mesh, cut = tensor.device_mesh, mesh.mesh_dim_names
     names = own_mesh.mesh_dim_names or ("",)
     others = [name for name in root.mesh_dim_names if name not in cut]
@@ -191,7 +186,7 @@ def _on_other_dims(tensor: DTensor, root: DeviceMesh, mesh: DeviceMesh) -> list[
 
 
 def pre_load_state_dict(tensor: ShardedTensor) -> tuple[ShardedTensor, list[Shard]]:
-    """Not collective. The chunked tensor within the one shard, as ``chunk_tensor`` nests them, and its local shards.
+    """Not collective. Return the tensor within the one shard, as ``chunk_tensor`` nests them, and its local shards.
 
     Of any other ``ShardedTensor`` itself, and its own ones.
     """
@@ -203,7 +198,7 @@ def pre_load_state_dict(tensor: ShardedTensor) -> tuple[ShardedTensor, list[Shar
 
 
 def all_gather_dtensor(tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
-    """Collective over the mesh. This rank's block, gathered over all dimensions of the mesh but the last one.
+    """Collective over the mesh. Return this rank's block, gathered over all dimensions of the mesh but the last one.
 
     Args:
         parent_mesh: that of `tensor`.
@@ -241,7 +236,7 @@ class DTensorExtensions:
     all_gather_dtensor = staticmethod(all_gather_dtensor)
 
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Placed | None]:
-        """Not collective. This rank's block of a ``DTensor``, and how it is placed; any other tensor, and None.
+        """Not collective. Return this rank's block of a ``DTensor``, and how it is placed; any other tensor, and None.
 
         The block is a tensor of its own in the same memory, and wants a gradient if the ``DTensor`` does.
         """
@@ -252,7 +247,7 @@ class DTensorExtensions:
 
     @_compat.run_as_written
     def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Placed | None) -> torch.Tensor:
-        """Not collective. The ``DTensor`` with `tensor` as its block; gradients come to `tensor`, placed like it.
+        """Not collective. Return the ``DTensor`` with `tensor` as its block; gradients come to `tensor`, placed alike.
 
         Args:
             param_extension: as ``pre_flatten_transform`` has returned it; for None, `tensor` itself is returned.
@@ -277,7 +272,8 @@ class DTensorExtensions:
 
 
 def get_box(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
-    """How far the blocks of a ``DTensor`` are from each other, 0 where it is not cut, and the size of the one here.
+    """Return how far a ``DTensor``'s blocks are from each other, 0 where it is not sharded, and the size of the one
+    here.
 
     Not collective. Where the ranks do not divide a dimension the last blocks are smaller, or empty: see
     ``get_box_for``.
@@ -291,7 +287,7 @@ def get_box(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
 
 
 def get_box_for(tensor: DTensor, idx: int) -> tuple[torch.Size, torch.Size]:
-    """Where the block of a place of the mesh begins, and its size. Not collective.
+    """Return where the block of a place of the mesh begins, and its size. Not collective.
 
     Args:
         idx: of the place, in row-major order; the coordinate in a mesh of one dimension.
@@ -310,7 +306,7 @@ def get_box_for(tensor: DTensor, idx: int) -> tuple[torch.Size, torch.Size]:
 
 
 def get_local_box(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
-    """Where this rank's block begins, and its size. Not collective.
+    """Return where this rank's block begins, and its size. Not collective.
 
     Raises:
         ShardingError: this rank is not in the mesh, or see ``get_box_for``.
@@ -322,7 +318,7 @@ def get_local_box(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
 
 
 def blocks_of(tensor: DTensor) -> dict[int, Box]:
-    """The block of each rank of a ``DTensor``'s mesh, in row-major order. Not collective.
+    """Return the block of each rank of a ``DTensor``'s mesh, in row-major order. Not collective.
 
     Raises:
         ShardingError: a placement is not ``Replicate``, nor ``Shard`` along a dimension of the tensor.
@@ -331,7 +327,7 @@ def blocks_of(tensor: DTensor) -> dict[int, Box]:
 
 
 def create_shard_md_from_dt(dt: DTensor, current_rank: int) -> ShardMetadata:
-    """This rank's block as the metadata of a shard. Not collective.
+    """Return this rank's block as the metadata of a shard. Not collective.
 
     Args:
         current_rank: under which the shard is placed.
@@ -341,7 +337,7 @@ def create_shard_md_from_dt(dt: DTensor, current_rank: int) -> ShardMetadata:
 
 
 def create_sharded_tensor_md_from_dt(dt: DTensor, dt_pg: dist.ProcessGroup) -> ShardedTensorMetadata:
-    """The blocks of a ``DTensor`` as the metadata of a ``ShardedTensor``, each once. Not collective.
+    """Return the blocks of a ``DTensor`` as the metadata of a ``ShardedTensor``, each once. Not collective.
 
     A block that several ranks have is placed on this rank if it is one of them, else on the first; torch places all
     blocks but the first on one other rank. Ranks are global ones. Blocks without elements are left out.
@@ -366,7 +362,7 @@ def create_sharded_tensor_md_from_dt(dt: DTensor, dt_pg: dist.ProcessGroup) -> S
 
 
 def get_dt_pg(dt: DTensor) -> dist.ProcessGroup:
-    """The process group of a ``DTensor``'s mesh, over all of its dimensions.
+    """Return the process group of a ``DTensor``'s mesh, over all of its dimensions.
 
     Collective over the mesh the first time, where it has several.
     """
@@ -374,7 +370,7 @@ def get_dt_pg(dt: DTensor) -> dist.ProcessGroup:
 
 
 def rewrite_spec_if_needed(spec: Any, tensor: torch.Tensor, rank: int) -> Any:
-    """A sharding spec with the device of `tensor` in its placement of `rank`; the spec itself if it has that.
+    """Return a sharding spec with the device of `tensor` in its placement of `rank`; the spec itself if it has that.
 
     Not collective. Specs other than ``ChunkShardingSpec`` name no devices, and are returned as they are.
     """

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hpcfsdp import _compat
-from hpcfsdp.reshard.whole import fill_block, is_cut, whole_of
+from hpcfsdp.reshard.sharded_tensors import fill_block, full_tensor, is_sharded
 
 _meshes: set[DeviceMesh] = set()
 
@@ -44,7 +44,7 @@ def complete_operations_on(mesh: DeviceMesh) -> None:
 
 
 def _is_ours(tensor: Any) -> bool:
-    return isinstance(tensor, DTensor) and tensor.device_mesh in _meshes and is_cut(tensor) and not tensor.is_meta
+    return isinstance(tensor, DTensor) and tensor.device_mesh in _meshes and is_sharded(tensor) and not tensor.is_meta
 
 
 def _whole_like(tensor: DTensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def _whole_like(tensor: DTensor) -> torch.Tensor:
 
 
 def _fill(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An operation that fills its first argument with random numbers."""
+    """Compute an operation that fills its first argument with random numbers."""
     if not _is_ours(args[0]):
         return NotImplemented
     whole = _whole_like(args[0])
@@ -65,22 +65,23 @@ def _fill(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _by_mesh(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An operation of clipping, of gradients on several meshes, such as of experts, and of ignored parameters."""
+    """Compute an operation of clipping, of gradients on several meshes, such as of experts, and of ignored
+    parameters."""
     tensors, groups, norms = args[0], {}, {}
     for index, tensor in enumerate(tensors):
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(index)
     if len(groups) < 2:
         return NotImplemented
-    others = [whole_of(other) if isinstance(other, torch.Tensor) else other for other in args[1:]]
+    others = [full_tensor(other) if isinstance(other, torch.Tensor) else other for other in args[1:]]
     for indices in groups.values():
         found = op([tensors[index] for index in indices], *others, **kwargs)
         if found:
-            norms.update(zip(indices, whole_of(torch.stack(list(found))), strict=True))
+            norms.update(zip(indices, full_tensor(torch.stack(list(found))), strict=True))
     return [norms[index] for index in sorted(norms)] or None  # others have no results
 
 
 def _like(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An operation that makes a tensor of random numbers in the shape of its first argument."""
+    """Compute an operation that makes a tensor of random numbers in the shape of its first argument."""
     if not _is_ours(args[0]):
         return NotImplemented
     whole = op(_whole_like(args[0]), *args[1:], **kwargs)
@@ -119,11 +120,11 @@ def _read(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """
     if not _is_ours(args[0]) or not _compat.is_in_step():
         return NotImplemented
-    return op(whole_of(args[0]))
+    return op(full_tensor(args[0]))
 
 
 def _parts(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The real and imaginary parts, which optimizers step. Torch copies them where ranks have different sizes."""
+    """Return real and imaginary parts, which optimizers step. Torch copies them where ranks have different sizes."""
     tensor = args[0]
     if not _is_ours(tensor):
         return NotImplemented
@@ -133,7 +134,7 @@ def _parts(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _fill_value(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A value that is a tensor without dimensions, the same on all ranks, also in a row that ``_shown`` has made."""
+    """Fill with a tensor without dimensions, the same on all ranks, also a row that ``_shown`` has made."""
     if getattr(args[0], "device_mesh", None) not in _meshes or isinstance(args[1], DTensor):
         return NotImplemented
     op(_compat.local_of(args[0]), args[1])
@@ -141,19 +142,19 @@ def _fill_value(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _put(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Collective. Assignment to chosen elements; ranks pass the same indices and values."""
+    """Collective over the mesh. Assign to chosen elements; ranks pass the same indices and values."""
     is_known = getattr(args[0], "device_mesh", None) in _meshes
     if not is_known or any(isinstance(each, DTensor) for each in (*args[1], args[2])):
         return NotImplemented
-    whole = whole_of(args[0])  # the memory itself, if nothing is cut
+    whole = full_tensor(args[0])  # the memory itself, if nothing is cut
     op(whole, *args[1:], **kwargs)
-    if is_cut(args[0]):
+    if is_sharded(args[0]):
         fill_block(args[0], whole)
     return args[0]
 
 
 def _select(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Collective over the mesh. One row."""
+    """Collective over the mesh. Return one row."""
     tensor, dim, index = args
     begin = index + tensor.shape[dim] * (index < 0)
     shape = [size for place, size in enumerate(tensor.shape) if place != dim % tensor.dim()]
@@ -161,7 +162,7 @@ def _select(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _slice(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Collective over the mesh. Some rows."""
+    """Collective over the mesh. Return some rows."""
     tensor, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
     begin, end, step = slice(start, stop, step).indices(tensor.shape[dim])
     if begin >= end or (begin, end) == (0, tensor.shape[dim]):
@@ -197,14 +198,14 @@ def _warn_of_copy(tensor: Any, dim: int) -> None:
 
 
 def _cut_along(tensor: DTensor, dim: int) -> int | None:
-    """The dimension of the mesh along which a dimension of the tensor is cut, if nothing else is."""
+    """Return the dimension of the mesh along which a dimension of the tensor is cut, if nothing else is."""
     cut = [place for place, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     is_plain = len(cut) == 1 and tensor.placements[cut[0]] == Shard(dim % tensor.dim())
     return cut[0] if is_plain else None
 
 
 def _shown(tensor: DTensor, dim: int, rows: tuple[int, int], shape: Sequence[int], view: Callable[..., Any]) -> Any:
-    """The same tensor on all ranks, if one of them has all of these rows, and they are to be a view.
+    """Return the same tensor on all ranks, if one of them has all of these rows, and they are to be a view.
 
     That of this rank is a `view` of its block, given the block's first row: there stays what all ranks do to the rows.
     """
