@@ -111,11 +111,11 @@ def test_the_tutorial_from_torchrun_to_slurm_goes_on_within_an_epoch(start, tmp_
     )
 
 
-def test_the_tutorial_on_muon_learns(start, tmp_path):
+def test_the_example_of_muon_learns(start, tmp_path):
     job = start(example(tmp_path, "muon.py"), ranks=2).wait()
     assert job.code == 0, job.stderr
     losses = [float(line.split()[-1]) for line in job.stdout.splitlines()]
-    shown = lines_of_page("docs/tutorials/muon.md", "mpirun -n 2 python muon.py")
+    shown = lines_of_page("docs/how-to/whole-tensors.md", "mpirun -n 2 python muon.py")
     assert losses == pytest.approx([float(line.split()[-1]) for line in shown], rel=0.3)
 
 
@@ -148,7 +148,7 @@ def test_communication(start, tmp_path, ranks):
     assert job.stdout.count("all of them") == max(ranks, 1)
 
 
-LOOKING, TUTORIAL = "docs/how-to/looking-into-files.md", "docs/tutorials/checkpoint.md"
+LOOKING = "docs/how-to/looking-into-files.md"
 
 
 @pytest.fixture(scope="session")
@@ -183,17 +183,17 @@ def blocks_of(pages, language):
     return pytest.mark.parametrize(("page", "number"), found, ids=[f"{Path(page).stem}-{n}" for page, n in found])
 
 
-@blocks_of([LOOKING, TUTORIAL], "python")
+@blocks_of([LOOKING], "python")
 def test_looking_into_files_from_python(start, looked_into, page, number):
     job = start("-c", blocks(page, "python")[number], cwd=looked_into).wait()
     assert job.code == 0, job.stderr
 
 
-@blocks_of([LOOKING, TUTORIAL], "console")
+@blocks_of([LOOKING], "console")
 def test_looking_into_files_from_a_shell(looked_into, tmp_path, page, number):
     """Every command ends with the exit code on the page, and prints the lines that follow it there."""
     shutil.copytree(looked_into.parent, tmp_path, dirs_exist_ok=True)
-    folder = tmp_path if (page, number) == (LOOKING, 0) else tmp_path / looked_into.name
+    folder = tmp_path if (page, number) == (LOOKING, 1) else tmp_path / looked_into.name
     for command, *lines in (part.splitlines() for part in blocks(page, "console")[number].split("$ ")[1:]):
         if command.startswith("cd "):
             folder /= command.removeprefix("cd ")
