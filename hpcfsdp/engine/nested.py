@@ -97,11 +97,12 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
     order, attributes and default factory, made without running constructors, ``__post_init__`` or ``__setitem__`` of
     the type. Attributes that mirror a replaced item hold the new one, and cached properties are dropped.
     """
+    return _replaced(fn, container)
 
-    def visit(value: Any) -> Any:
-        return fn(value) if isinstance(value, torch.Tensor) else _copied(visit, value)
 
-    return visit(container)
+def _replaced(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    # A partial, and no closure that names itself: that circle would hold what `fn` holds until the next collection.
+    return fn(value) if isinstance(value, torch.Tensor) else _copied(functools.partial(_replaced, fn), value)
 
 
 def cast_forward_inputs(

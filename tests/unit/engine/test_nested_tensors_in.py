@@ -1,4 +1,6 @@
 import dataclasses
+import gc
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from typing import Any
 
@@ -95,3 +97,15 @@ def test_types_that_pytree_knows_are_followed():
         Registered, lambda node: (list(node.tensors), None), lambda children, _: Registered(*children)
     )
     assert found([Registered(A, B)]) == [id(A), id(B)]
+
+
+def test_found_tensors_are_let_go_without_a_garbage_collection():
+    gc.disable()
+    try:
+        tensor = torch.zeros(1)
+        gone = weakref.ref(tensor)
+        assert tensors_in([(tensor,)]) == [tensor]
+        del tensor
+        assert gone() is None
+    finally:
+        gc.enable()
