@@ -73,7 +73,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSlice:
     """A piece of work, or a wait, on one track of a trace."""
 
     track: str
@@ -97,7 +97,7 @@ class Recorder:
         self.device = device
         self.is_timed = accelerator.is_accelerator(device)
         self.traces = False
-        self.spans: list[Span] = []
+        self.spans: list[TraceSlice] = []
         self.gathered_bytes = self.most_gathered_bytes = 0
         self._compute = accelerator.current_stream(device) if self.is_timed else None
         self._open: dict[tuple[str, str], Mark] = {}  # the phases that units are in
@@ -151,9 +151,9 @@ class Recorder:
         if not self._depth:  # otherwise the outer wait counts
             self._add_wait(begun[0], self.now())
         if self.traces:
-            self.spans.append(Span(WAITS, label, begun[1], time.perf_counter_ns()))
+            self.spans.append(TraceSlice(WAITS, label, begun[1], time.perf_counter_ns()))
 
-    def queue_waits(self, track: str, why: str, stream: torch.Stream, event: torch.Event, *, counts: bool) -> None:
+    def stream_waits(self, track: str, why: str, stream: torch.Stream, event: torch.Event, *, counts: bool) -> None:
         """Have a stream wait for an event, and time that.
 
         Args:
@@ -166,7 +166,7 @@ class Recorder:
         if counts:
             self._add_wait(begin, end)
         if self.traces:
-            self.spans.append(Span(f"{track} waits", why, begin, end))
+            self.spans.append(TraceSlice(f"{track} waits", why, begin, end))
 
     def change_state(self, unit: str, before: str, after: str) -> None:
         """A unit goes from one ``TrainingState`` to another. Its backward lasts while it recomputes."""
@@ -175,21 +175,21 @@ class Recorder:
         now = self.now()
         begin = self._open.pop((unit, before), None) if after != "recompute" else None
         if begin is not None:
-            self.spans.append(Span(UNITS, f"{before} {unit}", begin, now))
+            self.spans.append(TraceSlice(UNITS, f"{before} {unit}", begin, now))
         if after != "idle" and before != "recompute":
             self._open[unit, after] = now
 
     def add_span(self, track: str, name: str, begin: Mark, end: Mark) -> None:
         """Add a span, if they are kept."""
         if self.traces:
-            self.spans.append(Span(track, name, begin, end))
+            self.spans.append(TraceSlice(track, name, begin, end))
 
     def count_gathered(self, nbytes: int) -> None:
         """Memory of gathered values was allocated, or freed if `nbytes` is negative."""
         self.gathered_bytes = max(0, self.gathered_bytes + nbytes)  # some may be from before the recorder
         self.most_gathered_bytes = max(self.most_gathered_bytes, self.gathered_bytes)
 
-    def pop_spans(self) -> list[Span]:
+    def pop_spans(self) -> list[TraceSlice]:
         """Not kept any more: all spans that are over."""
         self.traces = False
         self._open.clear()

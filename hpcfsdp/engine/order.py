@@ -1,10 +1,10 @@
-"""New events in the order of units: ranks confirm them with each other before they send anything.
+"""The order in which units run: known from earlier iterations, or confirmed by all ranks before they send anything.
 
-Ranks that gather different units at the same time would wait for each other forever, or mix up values of equal size. In
-the first pass all ranks compare every event in a barrier. Later a rank that leaves the known paths notes it in the
-store of torch.distributed and waits there for the others, because ranks that stay on the paths enter the collective
-without asking. Other ranks see that wait like those in collectives, and it ends early where a missing rank waits for
-this one elsewhere.
+An iteration is a forward of the model with its backward. Ranks that gather different units at the same time would wait
+for each other forever, or mix up parameters of equal size. In the first iteration all ranks compare every step of the
+order in a barrier. Later a rank that leaves the known paths notes it in the store of torch.distributed and waits there
+for the others, because ranks that stay on the paths enter the collective without asking. Other ranks see that wait like
+those in collectives, and it ends early where a missing rank waits for this one elsewhere.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.progress import Steps, run
 from hpcfsdp.errors import CrossedCallsError, DifferentCallsError, DisagreementError
-from hpcfsdp.hang import waits
+from hpcfsdp.hang import events, waits
 
 PATIENCE_S = 600.0
 """How long a rank that leaves the known orders waits for the others to do the same."""
+MOST_PATHS = 64
+"""Remembered orders. Training and evaluation need a few each; layers skipped at random make a new one in each step."""
 _ASK_EVERY_S = (0.001, 0.1)
 """Between two queries of the store, at first and after a second: all ranks query the same one."""
 _RANKS_IN_A_WORD = 32
@@ -35,11 +37,13 @@ _ALIKE = (
 )
 Event = tuple[str, str]
 """"forward", "backward" or "end", and the name of the unit."""
+_END: Event = ("end", "")
+_NOTED = {"forward": events.FORWARD, "backward": events.BACKWARD}
 
 
 @dataclass(eq=False)
 class Node:
-    """A node in the tree of known orders: an event after those of its parents."""
+    """A node in the tree of known orders: what is done after what its parents stand for."""
 
     event: Event
     depth: int
@@ -51,6 +55,186 @@ class Node:
         digest = hashlib.blake2b(f"{self.digest} {event}".encode(), digest_size=6).hexdigest()
         child = self.children[event] = Node(event, self.depth + 1, digest, self)
         return child
+
+
+class Order:
+    """What this iteration has done, compared with what earlier iterations did, and with the other ranks.
+
+    Each rank remembers, as a tree, the orders that all ranks have followed together. A step along a known path costs
+    nothing. A model that skips layers at random takes another path in each iteration, so only the latest paths are
+    kept. All ranks forget the same ones, since they have followed the same. To the hang diagnosis it is a
+    ``waits.Member``.
+
+    Attributes:
+        iterations: how many have begun.
+    """
+
+    def __init__(self, comm: Communicator, label: str, number: int = 1, *, confirm: bool) -> None:
+        """Begin with nothing known.
+
+        Args:
+            comm: all ranks that have to keep the same order.
+            label: of the engine, the same on all ranks, and unlike that of any other.
+            number: of the model among those of these ranks.
+            confirm: have the ranks confirm what is new; otherwise the caller compares ``digest``.
+        """
+        self._root = self._at = Node(("begin", ""), 0, "", None)
+        self._comm, self._number = comm, number
+        self.iterations = 0
+        self._ends: dict[Node, None] = {}  # of the remembered paths, the latest last
+        self._confirms = confirm and comm.size > 1
+        self._keys: Sequence[str] = ()  # in the store, of what was confirmed last
+        self._next: Event | None = None  # being confirmed
+        self.key = label
+        self.world_ranks: Sequence[int] | None = getattr(comm, "world_ranks", None)
+        waits.register(label, self)
+
+    @property
+    def digest(self) -> str:
+        """A short text, equal on ranks that have done the same since the iteration began."""
+        return self._at.digest
+
+    @property
+    def step(self) -> str:
+        """The iteration, for messages; the same on all ranks, and unlike that of another model."""
+        return f"step {self.iterations}" + (f" of model {self._number}" if self._number > 1 else "")
+
+    @property
+    def is_at_the_end(self) -> bool:
+        """Whether earlier iterations have all ended here."""
+        return self._at.children.keys() == {_END}
+
+    def begin(self) -> None:
+        """Begin an iteration. Collective over `comm` where the last one ended in a new way."""
+        if self._at is not self._root:
+            self.note(_END)
+        self.forget()
+        self.iterations += 1
+        events.ring.note(events.PASS, str(self.iterations))
+
+    def note(self, event: Event) -> None:
+        """Note that this rank is about to do `event`. Collective over `comm` where that is new at this place.
+
+        Raises:
+            DisagreementError: another rank does something else. It names both.
+        """
+        if event[0] in _NOTED:
+            events.ring.note(_NOTED[event[0]], event[1])
+        known = self._at.children.get(event)
+        if known is None:
+            if self._confirms:
+                self._confirm(event)
+            known = self._at.add(event)
+        self._at = known
+
+    def upcoming(self, kind: str) -> str | None:
+        """Return the unit that will do `kind` next, if earlier iterations all went on in one way."""
+        children = self._at.children
+        if len(children) != 1:
+            return None
+        known, name = next(iter(children))
+        return name if known == kind else None
+
+    def path(self) -> list[str]:
+        """Return what was done since the iteration began."""
+        found, node = [], self._at
+        while node.parent is not None:
+            found.append(_describe(node.event))
+            node = node.parent
+        return found[::-1]
+
+    def forget(self) -> None:
+        """End the iteration here. Its path is remembered; the oldest is forgotten if there are too many."""
+        end, self._at = self._at, self._root
+        if end is self._root:
+            return
+        self._ends.pop(end, None)
+        self._ends[end] = None
+        if len(self._ends) > MOST_PATHS:
+            node = next(iter(self._ends))
+            del self._ends[node]
+            while node.parent is not None and not node.children and node not in self._ends:
+                del node.parent.children[node.event]
+                node = node.parent
+
+    def meet(self, comm: Communicator, label: str, following: Event | None = None) -> None:
+        """Wait for all ranks. Collective over `comm`.
+
+        Args:
+            comm: some of the ranks that have to keep the same order, or all.
+            label: what this rank does; it must be the same on all of them.
+            following: what this rank is about to do.
+
+        Raises:
+            DisagreementError: the ranks have gone through the model in different orders; raised on all of them.
+            DifferentCallsError: the labels differ for another reason.
+        """
+        try:
+            comm.labelled_barrier(label)
+        except CrossedCallsError:  # the others are in another call
+            raise
+        except DifferentCallsError as error:
+            path = [*self.path(), *([] if following is None else [_describe(following)])]
+            raise self._first_difference(comm.all_gather_object(path)) or error from None
+
+    def called(self, number: tuple[int, int]) -> str | None:
+        """Return the label of this rank's event at (iteration, depth), see ``waits.Member``."""
+        iteration, depth = number
+        if iteration != self.iterations:
+            return waits.NOTHING_YET if iteration > self.iterations else waits.UNKNOWN
+        node = self._at
+        if depth > node.depth:
+            is_next = self._next is not None and depth == node.depth + 1
+            return self._label_of(self._next, node) if is_next else waits.NOTHING_YET
+        while node.depth > depth and node.parent is not None:
+            node = node.parent
+        return self._label_of(node.event, node.parent or node)
+
+    def departed(self) -> set[int]:
+        """Return the ranks that have left the program, as far as known."""
+        return self._comm.departed() if hasattr(self._comm, "departed") else set()
+
+    def _confirm(self, event: Event) -> None:
+        """Collective over `comm`. Wait until all ranks are about to do `event`, which is new."""
+        depth = self._at.depth + 1
+        text = self._text(event, depth)
+        store = _compat.default_store() if self.iterations > 1 else None
+        if store is None:
+            self.meet(self._comm, text, event)
+            return
+        label = self._label_of(event, self._at)
+        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        arrivals = _Arrivals(store, f"hpcfsdp/order/{self.key}/{self.iterations}/{depth}/{digest}", self._comm, label)
+        self._next = event
+        try:
+            run(arrivals.steps(), label, self._comm.rank, float("inf"), False, self, (self.iterations, depth))
+        finally:
+            self._next = None
+        if self._comm.rank == 0:  # all have reached the new keys, and read the old ones no more
+            for key in self._keys:
+                store.delete_key(key)
+        self._keys = arrivals.keys
+
+    def _text(self, event: Event, depth: int) -> str:
+        return f"{_describe(event)} (event {depth} of {self.step})"
+
+    def _label_of(self, event: Event, parent: Node) -> str:
+        """The name of the wait for what is new; the same on all ranks that reach it, then and later."""
+        expected = " or ".join(_describe(known) for known in parent.children if known != event) or "nothing"
+        return f"{self._text(event, parent.depth + 1)}, where in earlier steps it reached {expected}"
+
+    def _first_difference(self, paths: Sequence[Sequence[str]]) -> DisagreementError | None:
+        """The error that names the first place in which `paths` of all ranks differ; None if they are the same."""
+        for rank, other in enumerate(paths):
+            for index, (first, second) in enumerate(zip_longest(paths[0], other, fillvalue="nothing more")):
+                if first != second:
+                    error = DisagreementError(
+                        f"ranks run modules in different orders: at event {index + 1} of step {self.iterations} rank 0 "
+                        f"runs {first}, but rank {rank} runs {second}. {_ALIKE}"
+                    )
+                    error.raised_on_all_ranks = True
+                    return error
+        return None
 
 
 class _Arrivals:
@@ -96,123 +280,6 @@ class _Arrivals:
         self._words[word] = self._store.add(self.keys[word], mine)
 
 
-@dataclass
-class Position:
-    """The last event of this rank, the number of the model, and that of passes that have begun."""
-
-    node: Node
-    model: int = 1
-    passes: int = 0
-
-    @property
-    def step(self) -> str:
-        """The pass, for messages."""
-        return f"step {self.passes}" + (f" of model {self.model}" if self.model > 1 else "")
-
-    def text(self, event: Event, depth: int) -> str:
-        """An event of this pass, for messages."""
-        return f"{describe(event)} (event {depth} of {self.step})"
-
-    def path(self) -> list[str]:
-        """The events since the pass began."""
-        found, node = [], self.node
-        while node.parent is not None:
-            found.append(describe(node.event))
-            node = node.parent
-        return found[::-1]
-
-
-class Confirmation:
-    """Compares new events between ranks: a ``waits.Member``. Arguments are those of ``Order``."""
-
-    def __init__(self, comm: Communicator, label: str, position: Position) -> None:
-        self._comm = comm
-        self._label = label
-        self._position = position
-        self._keys: Sequence[str] = ()  # in the store, of the last new event
-        self._event: Event | None = None  # being confirmed
-        self.key = label
-        self.world_ranks: Sequence[int] | None = getattr(comm, "world_ranks", None)
-        waits.register(label, self)
-
-    def confirm(self, event: Event) -> None:
-        """Collective. Wait until all ranks reach the same new event.
-
-        Raises:
-            DisagreementError: another rank does something else. It names both.
-        """
-        at = self._position
-        depth = at.node.depth + 1
-        text = at.text(event, depth)
-        store = _compat.default_store() if at.passes > 1 else None
-        if store is None:
-            self._compare(event, text)
-            return
-        label = self._label_of(event, at.node)
-        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        arrivals = _Arrivals(store, f"hpcfsdp/order/{self._label}/{at.passes}/{depth}/{digest}", self._comm, label)
-        self._event = event
-        try:
-            run(arrivals.steps(), label, self._comm.rank, float("inf"), False, self, (at.passes, depth))
-        finally:
-            self._event = None
-        if self._comm.rank == 0:  # all have reached the new keys, and read the old ones no more
-            for key in self._keys:
-                store.delete_key(key)
-        self._keys = arrivals.keys
-
-    def called(self, number: tuple[int, int]) -> str | None:
-        """The label of this rank's event at (pass, depth), see ``waits.Member``."""
-        step, depth = number
-        node, passes = self._position.node, self._position.passes
-        if step != passes:
-            return waits.NOTHING_YET if step > passes else waits.UNKNOWN
-        if depth > node.depth:
-            is_next = self._event is not None and depth == node.depth + 1
-            return self._label_of(self._event, node) if is_next else waits.NOTHING_YET
-        while node.depth > depth and node.parent is not None:
-            node = node.parent
-        return self._label_of(node.event, node.parent or node)
-
-    def departed(self) -> set[int]:
-        """Not collective. The ranks that have left the program, as far as known."""
-        return self._comm.departed() if hasattr(self._comm, "departed") else set()
-
-    def _label_of(self, event: Event, parent: Node) -> str:
-        """Names the wait for a new event; the same on all ranks that reach it, then and later."""
-        expected = " or ".join(describe(known) for known in parent.children if known != event) or "nothing"
-        return f"{self._position.text(event, parent.depth + 1)}, where in earlier steps it reached {expected}"
-
-    def _compare(self, event: Event, text: str) -> None:
-        """Collective. Raise on every rank unless all have reached the same event."""
-        try:
-            self._comm.labelled_barrier(text)
-        except CrossedCallsError:  # the others are elsewhere
-            raise
-        except DifferentCallsError as error:
-            path = [*self._position.path(), describe(event)]
-            raise first_difference(self._comm, path, self._position.passes) or error from None
-
-
-def first_difference(comm: Communicator, path: list[str], passes: int) -> DisagreementError | None:
-    """Collective. The error that names the first event in which ranks differ; None if all have the same.
-
-    All ranks call it whose labels differ in a barrier, be it for a new event or in between.
-    """
-    paths = comm.all_gather_object(path)
-    for rank, other in enumerate(paths):
-        for index, (first, second) in enumerate(zip_longest(paths[0], other, fillvalue="nothing more")):
-            if first != second:
-                error = DisagreementError(
-                    f"ranks run modules in different orders: at event {index + 1} of step {passes} rank 0 runs "
-                    f"{first}, but rank {rank} runs {second}. {_ALIKE}"
-                )
-                error.raised_on_all_ranks = True
-                return error
-    return None
-
-
-def describe(event: Event) -> str:
-    """An event for messages."""
+def _describe(event: Event) -> str:
     kind, name = event
     return f"the {kind} of {name!r}" if name else f"the {kind} of a step"

@@ -1,4 +1,4 @@
-"""The root of a tree of units: runs their forwards, passes, autograd's hooks, and the end of a backward."""
+"""The root of a tree of units: runs their forwards, iterations, autograd's hooks, and the end of a backward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from torch import nn
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
-from hpcfsdp.engine.context import Context, Order
-from hpcfsdp.engine.order import first_difference
-from hpcfsdp.engine.streams import Queue, Streams, Wait, streams_for
-from hpcfsdp.engine.unit import Call, TrainingState, Unit
-from hpcfsdp.errors import CrossedCallsError, DifferentCallsError, EngineError
+from hpcfsdp.engine.backward import ForwardCall
+from hpcfsdp.engine.context import Context
+from hpcfsdp.engine.order import Order
+from hpcfsdp.engine.streams import Stream, Streams, Wait, streams_for
+from hpcfsdp.engine.unit import TrainingState, Unit
+from hpcfsdp.errors import EngineError
 from hpcfsdp.hang import calls
 from hpcfsdp.params.gradient import FlatGrad
 
@@ -27,10 +28,10 @@ from hpcfsdp.params.gradient import FlatGrad
 class Root:
     """All units under the outermost one.
 
-    A pass is a call of the outermost unit with the backward that follows. Ranks meet in a labelled barrier before it,
-    after its forward, and after its backward, and compare what they have done. Where they share the memory of gathered
-    values (``ShardedParams.is_resident``), no rank may write a shard during a forward or backward, nor read those of
-    others outside.
+    An iteration is a call of the outermost unit with the backward that follows. Ranks meet in a labelled barrier before
+    it, after its forward, and after its backward, and compare what they have done. Where they share the memory of
+    gathered parameters (``ShardedParams.shares_gathered``), no rank may write a shard during a forward or backward, nor
+    read those of others outside.
 
     Attributes:
         units: in the order in which the modules were registered, the root first.
@@ -50,14 +51,14 @@ class Root:
         streams: Streams | None = None,
         lines: tuple[Communicator, Communicator | None] | None = None,
     ) -> None:
-        """Not collective.
+        """Join the units.
 
         Args:
             everyone: all ranks that run these units.
             label: the same on all ranks, and unlike that of any other root.
             number: the same on all ranks of `host` and `everyone`; roots with equal names have others.
             host: connects the same ranks through host memory, for the barriers. Without it only ranks that share the
-                memory of gathered values meet.
+                memory of gathered parameters meet.
             lines: the ranks of `host` as shards and replicas; None if these are other ranks.
         """
         self.units = list(units)
@@ -69,15 +70,15 @@ class Root:
         self._is_running = functools.partial(_runs_backward, weakref.ref(self))
         self._offloads = any(flat.is_offloaded for flat in sharded_params)
         self._host_shards = self._offloads or not self._streams.overlap
-        self._resident = [flat for flat in sharded_params if flat.is_resident]
-        meeting = [flat.comm for flat in self._resident]
+        self._shared = [flat for flat in sharded_params if flat.shares_gathered]
+        meeting = [flat.comm for flat in self._shared]
         if host is not None and host.size > 1:
             meeting.append(host)
         self._host, self._lines = host, lines
         self._counted_by = (host, everyone)
         self._meeting = list(dict.fromkeys(meeting))
-        self._order = Order(host or everyone, label, number, confirm=len(self._resident) < len(sharded_params))
-        self.context = Context(self._streams, self._order, {unit.name: unit.values for unit in units})
+        self._order = Order(host or everyone, label, number, confirm=len(self._shared) < len(sharded_params))
+        self.context = Context(self._streams, self._order, {unit.name: unit.unsharded_params for unit in units})
         for unit in units:
             unit.attach(self.context, self._begin_backward)
         self._depth = 0
@@ -87,7 +88,7 @@ class Root:
         self._is_stepped = False  # whether an optimizer has stepped since
         self._read_over: set[Communicator] = set()  # ranks that may still read what modules have shown
         self._called: dict[Unit, None] = {}  # units that expect a backward, in the order in which their forwards ended
-        self._before: list[tuple[Unit, bool, bool, int]] = []  # backwards expected before this pass
+        self._before: list[tuple[Unit, bool, bool, int]] = []  # backwards expected before this iteration
         self._has_trained: dict[Unit, bool] = {}  # since a step, those that backwards have reached
         self._has_warned = False  # of units that have not
         self._due: deque[Unit] = deque()  # units that expect this backward, in its order
@@ -104,7 +105,7 @@ class Root:
         return any(grad.held is not None for unit in self.units for grad in unit.grads)
 
     def refuse_held(self, what: str, params: Iterable[torch.Tensor] | None = None) -> None:
-        """Not collective. Refuse an operation on averaged gradients while ``no_sync`` holds gradients of one rank.
+        """Refuse an operation on averaged gradients while ``no_sync`` holds gradients of one rank.
 
         Args:
             what: the operation, for the message.
@@ -125,7 +126,7 @@ class Root:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Not collective. A context in which backwards keep gradients back instead of reducing them."""
+        """A context in which backwards keep gradients back instead of reducing them."""
         before = [unit.keeps_back for unit in self.units]
         for unit in self.units:
             unit.keeps_back = True
@@ -135,23 +136,23 @@ class Root:
             for unit, kept_back in zip(self.units, before, strict=True):
                 unit.keeps_back = kept_back
 
-    # Values that the program asks for
+    # Parameters that the program asks for
 
     @property
-    def _is_in_pass(self) -> bool:
+    def _is_in_iteration(self) -> bool:
         return self._depth > 0 or self.in_backward
 
     def unshard(self, unit: Unit) -> None:
         """Collective over all ranks. Begin to gather the values of a unit, which stay until ``reshard``."""
         unit.is_kept = True
-        if not self._is_in_pass and not unit.values.is_gathered:
+        if not self._is_in_iteration and not unit.unsharded_params.is_gathered:
             self._publish("unshard", unit)
-        self.context.unshard(unit.values)
+        self.context.unshard(unit.unsharded_params)
 
     def await_unshard(self, unit: Unit) -> None:
-        """Not collective. Have the modules of a unit hold the values that ``unshard`` gathers."""
-        if unit.is_kept and not unit.values.is_unsharded:
-            self.context.await_unshard(unit.values)
+        """Have the modules of a unit hold the values that ``unshard`` gathers."""
+        if unit.is_kept and not unit.unsharded_params.is_bound:
+            self.context.await_unshard(unit.unsharded_params)
             unit.show()
 
     def reshard(self, units: Iterable[Unit], *, meet: bool = True) -> None:
@@ -166,30 +167,29 @@ class Root:
         freed = False
         self._adopt_user_data()
         for unit in units:
-            if unit.is_idle and (unit.values.is_gathered or unit.values.is_unsharded or unit.is_kept):
+            if unit.is_idle and (unit.is_unsharded or unit.is_kept):
                 freed = True
                 self._read_over.update(
-                    flat.comm for flat in unit.sharded_params if flat.is_unsharded and flat.is_resident
+                    flat.comm for flat in unit.sharded_params if flat.is_unsharded and flat.shares_gathered
                 )
-                unit.hide()
                 unit.reshard()
-        if self._is_in_pass:
+        if self._is_in_iteration:
             return
         if freed:
             self.context.free_retired(keep=0)
             self._await_reads_by_gathers()
         if meet and self._read_over:
             read_over, self._read_over = self._read_over, set()
-            for comm in dict.fromkeys(flat.comm for flat in self._resident):  # in the same order on all ranks
+            for comm in dict.fromkeys(flat.comm for flat in self._shared):  # in the same order on all ranks
                 if comm in read_over:
                     comm.labelled_barrier(f"reshard within {self.units[0].name!r}")
 
     def _await_reads_by_gathers(self) -> None:
         """The program may write shards in host memory next."""
         if self._host_shards:
-            self._streams.wait(Queue.HOST, self._streams.record(Queue.GATHER), Wait.SHARDS_READ)
+            self._streams.wait(Stream.HOST, self._streams.record(Stream.GATHER), Wait.SHARDS_READ)
 
-    # Passes
+    # Iterations
 
     def forward(
         self, unit: Unit, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any
@@ -233,7 +233,7 @@ class Root:
             self._is_transformed = _compat.in_transform()
             self.recover()
             if not self.in_backward:
-                self._begin_pass(unit)
+                self._begin_iteration(unit)
         self._depth += 1
 
     @_compat.outside_of_modes
@@ -253,7 +253,7 @@ class Root:
         self.context.free_retired(keep=0)
         if broken:
             self._order.forget()
-            # Other ranks may have called other units in this pass: expect the backwards from before it.
+            # Other ranks may have called other units in this iteration: expect the backwards from before it.
             for each, was_called, owes_grads, num_calls in self._before:
                 each.restore_expected(owes_grads, num_calls)
                 if not was_called:
@@ -263,7 +263,7 @@ class Root:
 
     def rest(self) -> None:
         """Outside of a pass, reshard what a forward or the program has left unsharded. Collective as ``reshard``."""
-        if not self._is_in_pass:
+        if not self._is_in_iteration:
             self.reshard(self.units)
 
     def before_step(self, params: Collection[nn.Parameter]) -> None:
@@ -274,7 +274,7 @@ class Root:
             for unit in self.units
             if any(param in params for flat in unit.sharded_params for param in flat.stepped)
         ]
-        if not self._is_in_pass:
+        if not self._is_in_iteration:
             self.reshard(self.units, meet=bool(stepped))
         self._is_stepped |= bool(stepped)
         self._warn_of_untrained(stepped)
@@ -313,7 +313,7 @@ class Root:
             self.forget_step()
 
     def forget_step(self) -> None:
-        """Not collective, at rest. Drop gradients that are held or not complete, and expect no backward."""
+        """Drop gradients that are held or not complete, and expect no backward."""
         self._order.forget()
         self.context.reductions.drop()
         self._called.clear()
@@ -322,7 +322,7 @@ class Root:
         self.context.free_retired(keep=0)
 
     @_compat.outside_of_modes
-    def _begin_pass(self, unit: Unit) -> None:
+    def _begin_iteration(self, unit: Unit) -> None:
         for each in self.units:
             if each.training_state is TrainingState.SUMMON and (each is unit or each in unit.inside):
                 raise EngineError(
@@ -341,13 +341,13 @@ class Root:
 
     def _publish(self, what: str, unit: Unit | None = None) -> None:
         """Collective. From here on gathers read the shards as they are now."""
-        for flat in self._resident:
+        for flat in self._shared:
             flat.publish()
         self._meet(what, unit)
         self._versions, self._is_stepped = self._current_versions(), False
         event, self.context.user_event = self.context.user_event, None
         copied = [flat for flat in self._changeable if flat.pop_copied()]  # later than the event
-        self.context.shards_written = self._streams.record(Queue.COMPUTE) if copied or event is None else event
+        self.context.shards_written = self._streams.record(Stream.COMPUTE) if copied or event is None else event
 
     def _meet(self, what: str, unit: Unit | None = None) -> None:
         """Collective. Wait for all ranks. All raise unless they have done the same since the pass began."""
@@ -357,28 +357,22 @@ class Root:
         mode = "" if torch.is_grad_enabled() or self.in_backward else " without gradients"
         for comm in self._meeting:
             # Ranks that share units inside alone have made other models, and count them differently.
-            step = self._order.step if comm in self._counted_by else f"step {self._order.passes}"
-            try:
-                comm.labelled_barrier(f"{what}{where}{mode}, {step}, order {self._order.digest or 'new'}")
-            except CrossedCallsError:  # the others are in another call
-                raise
-            except DifferentCallsError as error:
-                raise first_difference(comm, self._order.path(), self._order.passes) or error from None
+            step = self._order.step if comm in self._counted_by else f"step {self._order.iterations}"
+            self._order.meet(comm, f"{what}{where}{mode}, {step}, order {self._order.digest or 'new'}")
 
     def _reshard(self, units: Iterable[Unit]) -> None:
         for unit in units:
-            if unit.is_idle and (unit.values.is_gathered or unit.values.is_unsharded):
-                unit.hide()
+            if unit.is_idle and unit.is_unsharded:
                 unit.reshard()
 
     def _unbind(self, *, lends: bool = False) -> None:
-        """Not collective, at the end of a forward or a backward. Have modules hold what an optimizer may step.
+        """Have modules hold what an optimizer may step, at the end of a forward or a backward.
 
         Args:
             lends: but for parameters of units that expect a backward the program may compute with the values.
         """
         for unit in self.units:
-            if unit.values.is_unsharded and not unit.is_kept:
+            if unit.unsharded_params.is_bound and not unit.is_kept:
                 if lends and (unit in self._called or self._is_transformed):
                     unit.lend(stays=self._is_transformed)
                 else:
@@ -390,11 +384,11 @@ class Root:
 
     def _reshard_ahead(self) -> None:
         """Free the values of units that were gathered ahead and not called."""
-        self._reshard([unit for unit in self.units if unit.values in self.context.ahead])
+        self._reshard([unit for unit in self.units if unit.unsharded_params in self.context.ahead])
 
     # Backward
 
-    def _pre_backward(self, unit: Unit, call: Call) -> None:
+    def _pre_backward(self, unit: Unit, call: ForwardCall) -> None:
         """Collective the first time in a backward of the unit. Gather its parameters; called by a hook on an output."""
         if unit.training_state is TrainingState.FORWARD:
             raise EngineError(
@@ -460,7 +454,7 @@ class Root:
                 unit.post_backward()
         while self._due:
             self._due.popleft().run_unused_backward()
-        for unit in self.units:  # called in earlier passes under no_sync, and not in this one
+        for unit in self.units:  # called in earlier iterations under no_sync, and not in this one
             if unit.owes_grads and unit not in self._called and not unit.keeps_back:
                 unit.run_unused_backward()
         self._reshard_ahead()
@@ -468,16 +462,16 @@ class Root:
         for unit in self.units:
             unit.enqueue_at_the_end()
         self.context.reductions.advance()
-        for queue in (Queue.REDUCE, Queue.REPLICATE):
-            reduced = streams.record(queue)
-            streams.wait(Queue.COMPUTE, reduced, Wait.GRADS_REDUCED)
+        for stream in (Stream.REDUCE, Stream.REPLICATE):
+            reduced = streams.record(stream)
+            streams.wait(Stream.COMPUTE, reduced, Wait.GRADS_REDUCED)
             if self._offloads:
-                streams.wait(Queue.HOST, reduced, Wait.GRADS_LANDED)
+                streams.wait(Stream.HOST, reduced, Wait.GRADS_LANDED)
         if self._host_shards:
-            streams.wait(Queue.HOST, streams.record(Queue.GATHER), Wait.SHARDS_READ)
+            streams.wait(Stream.HOST, streams.record(Stream.GATHER), Wait.SHARDS_READ)
         self._unbind()
         self._meet("end of the backward")
-        self._settle()
+        self._store_grads()
         self._called.clear()
         for unit in self.units:
             unit.end_backward()
@@ -485,17 +479,17 @@ class Root:
         for unit in self.units:
             unit.run_hooks()
 
-    def _settle(self) -> None:
+    def _store_grads(self) -> None:
         owing = [unit for unit in self.units if unit.owes_grads]
         for grad in (grad for unit in owing if unit.keeps_back for grad in unit.grads):
             grad.show_held()
-        self.context.reductions.settle()
+        self.context.reductions.release()
         reduced = [unit for unit in owing if not unit.keeps_back]
         used = iter(_used_anywhere([grad for unit in reduced for grad in unit.grads], self._host, self._lines))
         for unit in reduced:
             by_grad = [next(used) for _ in unit.grads]
             for grad, used_leaves in zip(unit.grads, by_grad, strict=True):
-                grad.settle(used_leaves)
+                grad.store(used_leaves)
             if any(map(any, by_grad)):
                 self._has_trained[unit] = True
             elif unit.is_trained and any(param.requires_grad for grad in unit.grads for param in grad.flat.stepped):

@@ -1,7 +1,8 @@
-"""Queues of work on a device, and the waits between them: one interface for accelerators, for the CPU, and for tests.
+"""Streams of work, and the waits between them: one interface for accelerators, for the CPU, and for tests.
 
-The engine has five queues. It launches work on them, and makes one queue wait for what another has done. Every wait has
-a name (``Wait``) and a reason, see docs/developers/streams.md.
+The engine has five streams. It launches work on them, and makes one stream wait for what another has done. Every wait
+has a name (``Wait``) and a reason, see docs/developers/streams.md. On the CPU a stream is a list of what runs in the
+background.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.hang import watch as hang
 
 
-class Queue(Enum):
-    """Where work runs: in order within a queue, concurrently across queues."""
+class Stream(Enum):
+    """Where work runs: in order within a stream, concurrently across streams."""
 
     COMPUTE = "compute"
     """The module's own operations, the optimizer, and everything else that the user does."""
@@ -35,12 +36,12 @@ class Queue(Enum):
     """The program itself, which reads and writes host memory; it runs ahead of the others."""
 
 
-OWN_QUEUES = (Queue.GATHER, Queue.REDUCE, Queue.REPLICATE)
-"""Those that the engine makes."""
+OWN_STREAMS = (Stream.GATHER, Stream.REDUCE, Stream.REPLICATE)
+"""The streams that the engine makes on a device."""
 
 
 class Wait(Enum):
-    """Why one queue waits for another."""
+    """Why one stream waits for another."""
 
     SHARDS_WRITTEN = "a gather reads shards that the optimizer wrote"
     VALUES_USED = "a gather writes memory in which the values of another unit were computed with"
@@ -59,46 +60,46 @@ Begin = Callable[[bool], Work | None]
 
 
 class Streams(Protocol):
-    """The queues of one device.
+    """The streams of one device.
 
     Attributes:
-        overlap: whether queues run concurrently, so that a gather can run while another unit computes.
+        overlap: whether streams run concurrently, so that a gather can run while another unit computes.
     """
 
     overlap: bool
 
-    def launch(self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None, *, label: str = "") -> Any:
-        """Put work on a queue: `begin`, and `finish` when that is done. Returns the event that both are done.
+    def launch(self, stream: Stream, begin: Begin, finish: Callable[[], None] | None = None, *, label: str = "") -> Any:
+        """Put work on a stream: `begin`, and `finish` when that is done. Return the event that both are done.
 
         Args:
             label: what it works on, for a trace.
         """
 
-    def record(self, queue: Queue) -> Any:
-        """The event that everything on the queue up to here is done."""
+    def record(self, stream: Stream) -> Any:
+        """Return the event that everything on the stream up to here is done."""
 
-    def wait(self, queue: Queue, event: Any, why: Wait) -> None:
-        """Start nothing that comes later on `queue` before the event."""
+    def wait(self, stream: Stream, event: Any, why: Wait) -> None:
+        """Start nothing that comes later on `stream` before the event."""
 
     def proceed(self) -> None:
-        """Not collective, at once. Let work go on that only goes on while the program calls it."""
+        """Let work go on that only goes on while the program calls it. Returns at once."""
 
     def drain(self) -> None:
-        """Collective. Wait for the work on all queues, and drop each `finish` that has not run."""
+        """Wait for the work on all streams, and drop each `finish` that has not run. Collective as the work."""
 
 
 class HostStreams:
-    """The queues of the CPU. Collectives run in the background, everything else runs at once."""
+    """The streams of the CPU. Collectives run in the background, everything else runs at once."""
 
     overlap = False
 
     def __init__(self) -> None:
-        self._pending: dict[Queue, deque[_Pending]] = {queue: deque() for queue in Queue}
+        self._pending: dict[Stream, deque[_LaunchedWork]] = {stream: deque() for stream in Stream}
 
     def launch(
-        self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None, *, label: str = ""
-    ) -> _Pending | None:
-        waiting = self._pending[queue]
+        self, stream: Stream, begin: Begin, finish: Callable[[], None] | None = None, *, label: str = ""
+    ) -> _LaunchedWork | None:
+        waiting = self._pending[stream]
         began_ns = time.perf_counter_ns() if timeline.recorder is not None else 0
         work = begin(True)
         work = None if isinstance(work, Finished) else work
@@ -106,15 +107,15 @@ class HostStreams:
             if finish is not None:
                 finish()
             if timeline.recorder is not None:
-                timeline.recorder.add_span(queue.value, label, began_ns, time.perf_counter_ns())
+                timeline.recorder.add_span(stream.value, label, began_ns, time.perf_counter_ns())
             return None
-        waiting.append(_Pending(queue, work, finish, label, began_ns))
+        waiting.append(_LaunchedWork(stream, work, finish, label, began_ns))
         return waiting[-1]
 
-    def record(self, queue: Queue) -> _Pending | None:
-        return self._pending[queue][-1] if self._pending[queue] else None
+    def record(self, stream: Stream) -> _LaunchedWork | None:
+        return self._pending[stream][-1] if self._pending[stream] else None
 
-    def wait(self, queue: Queue, event: _Pending | None, why: Wait) -> None:
+    def wait(self, stream: Stream, event: _LaunchedWork | None, why: Wait) -> None:
         if event is None or event.done:
             return
         recorder = timeline.recorder
@@ -125,12 +126,12 @@ class HostStreams:
         self._wait(event, why)
         recorder.add_span(timeline.WAITS, why.name, began_ns, time.perf_counter_ns())
 
-    def _wait(self, event: _Pending, why: Wait) -> None:
+    def _wait(self, event: _LaunchedWork, why: Wait) -> None:
         if why is Wait.VALUES_GATHERED and self._wait_for_outputs(event):
             return
         # In order: `finish` may be collective.
         while not event.done:
-            first = self._pending[event.queue].popleft()
+            first = self._pending[event.stream].popleft()
             first.done = True
             work, finish, first.work, first.finish = first.work, first.finish, None, None
             if work is not None:
@@ -141,14 +142,14 @@ class HostStreams:
                 # Mostly it has ended before the program came to wait for it.
                 ended_ns = time.perf_counter_ns() if finish is not None else getattr(work, "ended_ns", 0)
                 ended_ns = ended_ns or time.perf_counter_ns()
-                timeline.recorder.add_span(first.queue.value, first.label, first.began_ns, ended_ns)
+                timeline.recorder.add_span(first.stream.value, first.label, first.began_ns, ended_ns)
 
-    def _wait_for_outputs(self, event: _Pending) -> bool:
-        """Wait until all that was put on a queue up to an event is written; others may still read what this rank sends.
+    def _wait_for_outputs(self, event: _LaunchedWork) -> bool:
+        """Wait until all that a stream has up to an event is written; others may still read what this rank sends.
 
         Returns False where only ``wait`` knows, or something is to be done with what was written.
         """
-        up_to = list(self._pending[event.queue])
+        up_to = list(self._pending[event.stream])
         up_to = up_to[: up_to.index(event) + 1]
         if not all(isinstance(pending.work, Running) and pending.finish is None for pending in up_to):
             return False
@@ -156,7 +157,7 @@ class HostStreams:
             try:
                 pending.work.wait_for_outputs()
             except BaseException:
-                self._pending[event.queue].remove(pending)
+                self._pending[event.stream].remove(pending)
                 pending.done = True
                 raise
         return True
@@ -175,18 +176,18 @@ class HostStreams:
                     first.work.wait()
 
 
-class _Pending:
-    __slots__ = ("began_ns", "done", "finish", "label", "queue", "work")
+class _LaunchedWork:
+    __slots__ = ("began_ns", "done", "finish", "label", "stream", "work")
 
     def __init__(
-        self, queue: Queue, work: Work | None, finish: Callable[[], None] | None, label: str, began_ns: int
+        self, stream: Stream, work: Work | None, finish: Callable[[], None] | None, label: str, began_ns: int
     ) -> None:
-        self.queue, self.work, self.finish, self.done = queue, work, finish, False
+        self.stream, self.work, self.finish, self.done = stream, work, finish, False
         self.label, self.began_ns = label, began_ns
 
 
 class DeviceStreams:
-    """The queues of an accelerator: its streams. COMPUTE is the current one."""
+    """The streams of an accelerator. COMPUTE is the current one."""
 
     overlap = True
 
@@ -199,56 +200,56 @@ class DeviceStreams:
                 "(PYTORCH_CUDA_ALLOC_CONF)"
             )
         self._device = device
-        self._streams = {queue: accelerator.new_stream(device, priority=-1) for queue in OWN_QUEUES}
-        self._launched: dict[Queue, tuple[torch.Event, float]] = {}  # the last work on each, and when
+        self._device_streams = {stream: accelerator.new_stream(device, priority=-1) for stream in OWN_STREAMS}
+        self._launched: dict[Stream, tuple[torch.Event, float]] = {}  # the last work on each, and when
         watched = hang.current()
         if watched is not None:
             watched.add_probe(weakref.WeakMethod(self.longest_wait))
 
     def launch(
-        self, queue: Queue, begin: Begin, finish: Callable[[], None] | None = None, *, label: str = ""
+        self, stream: Stream, begin: Begin, finish: Callable[[], None] | None = None, *, label: str = ""
     ) -> torch.Event:
         recorder = self._recorder if timeline.recorder is not None else None
-        with accelerator.on(self._stream(queue)):
-            began = recorder.now(self._stream(queue)) if recorder is not None and recorder.traces else None
+        with accelerator.on(self._stream(stream)):
+            began = recorder.now(self._stream(stream)) if recorder is not None and recorder.traces else None
             begin(False)
             if finish is not None:
                 finish()
             if began is not None:
-                recorder.add_span(queue.value, label, began, recorder.now(self._stream(queue)))
-            event = self.record(queue)
-        self._launched[queue] = event, time.monotonic()
+                recorder.add_span(stream.value, label, began, recorder.now(self._stream(stream)))
+            event = self.record(stream)
+        self._launched[stream] = event, time.monotonic()
         return event
 
     def longest_wait(self) -> tuple[float, str] | None:
-        """Not collective, from any thread. For how long the oldest work has not been done, and on which queue."""
-        waits = [(began_s, queue) for queue, (event, began_s) in tuple(self._launched.items()) if not event.query()]
+        """Return for how long the oldest work has not been done, and on which stream."""
+        waits = [(began_s, stream) for stream, (event, began_s) in tuple(self._launched.items()) if not event.query()]
         if not waits:
             return None
-        began_s, queue = min(waits, key=lambda wait: wait[0])
-        return time.monotonic() - began_s, f"the {queue.value} queue of {self._device}"
+        began_s, stream = min(waits, key=lambda wait: wait[0])
+        return time.monotonic() - began_s, f"the {stream.value} stream of {self._device}"
 
-    def record(self, queue: Queue) -> torch.Event:
-        return accelerator.record(self._stream(queue))
+    def record(self, stream: Stream) -> torch.Event:
+        return accelerator.record(self._stream(stream))
 
-    def wait(self, queue: Queue, event: torch.Event | None, why: Wait) -> None:
+    def wait(self, stream: Stream, event: torch.Event | None, why: Wait) -> None:
         if event is None:
             return
         recorder = self._recorder if timeline.recorder is not None else None
-        if queue is Queue.HOST:
+        if stream is Stream.HOST:
             with timeline.waiting(why.name):
                 event.synchronize()
-        elif recorder is not None and (queue is Queue.COMPUTE or recorder.traces):
-            compute = queue is Queue.COMPUTE
-            recorder.queue_waits(queue.value, why.name, self._stream(queue), event, counts=compute)
+        elif recorder is not None and (stream is Stream.COMPUTE or recorder.traces):
+            compute = stream is Stream.COMPUTE
+            recorder.stream_waits(stream.value, why.name, self._stream(stream), event, counts=compute)
         else:
-            self._stream(queue).wait_event(event)
+            self._stream(stream).wait_event(event)
 
     def proceed(self) -> None:
         """The device needs no call for that."""
 
     def drain(self) -> None:
-        for stream in self._streams.values():  # the program waits too: it may free or write host memory next
+        for stream in self._device_streams.values():  # the program waits too: it may free or write host memory next
             stream.synchronize()
 
     @property
@@ -257,10 +258,10 @@ class DeviceStreams:
         recorder = timeline.recorder
         return recorder if recorder is not None and recorder.device == self._device else None
 
-    def _stream(self, queue: Queue) -> torch.Stream:
-        return self._streams.get(queue) or accelerator.current_stream(self._device)
+    def _stream(self, stream: Stream) -> torch.Stream:
+        return self._device_streams.get(stream) or accelerator.current_stream(self._device)
 
 
 def streams_for(device: torch.device) -> Streams:
-    """The queues of a device."""
+    """Return the streams of a device."""
     return DeviceStreams(device) if accelerator.is_accelerator(device) else HostStreams()

@@ -15,7 +15,7 @@ from torch import nn
 from hpcfsdp import _compat, accelerator
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.sharded_params import ShardedParams
-from hpcfsdp.params.storage import Resident
+from hpcfsdp.params.storage import SharedBuffer
 from hpcfsdp.units.dtensor_unit import dtensor_units_in
 from hpcfsdp.units.flat_unit import units_in
 
@@ -164,7 +164,7 @@ def _shard_bytes(flat: ShardedParams) -> int:
 
 def _shared_bytes(flat: ShardedParams) -> int:
     buffer = flat._buffer
-    if not isinstance(buffer, Resident):
+    if not isinstance(buffer, SharedBuffer):
         return 0
     nodes = getattr(flat.comm, "topology", None)
     ranks = len(nodes.node_of(flat.comm.rank)) if nodes is not None else 1

@@ -23,7 +23,7 @@ from hpcfsdp import accelerator, timeline
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import UsageError
 from hpcfsdp.text import safe_files
-from hpcfsdp.timeline import Recorder, Span
+from hpcfsdp.timeline import Recorder, TraceSlice
 
 log = logging.getLogger("hpcfsdp.observe")
 
@@ -112,7 +112,7 @@ class Trace:
     def _part(self, rank: int) -> Path:
         return self._parts / f"rank-{rank:06d}.json"
 
-    def _events(self, spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
+    def _events(self, spans: Iterable[TraceSlice]) -> Iterator[dict[str, Any]]:
         def moment(mark: Any) -> int:
             return self._resolve(mark) - self._shift_ns
 

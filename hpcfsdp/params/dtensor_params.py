@@ -21,7 +21,7 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.params.dtensor_layout import DTensorLayout
 from hpcfsdp.params.layout import contiguous_strides
 from hpcfsdp.params.sharded_params import Dtypes, ShardedParams, other_in_place_of
-from hpcfsdp.params.storage import Buffer, Resident, Transient, Whole, alloc_storage, free_storage, nothing_of
+from hpcfsdp.params.storage import Buffer, SharedBuffer, Transient, Whole, alloc_storage, free_storage, nothing_of
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """The program's function that makes all shards, one after the other, of this rank's."""
@@ -148,7 +148,7 @@ class DTensorParams(ShardedParams):
         self._buffer = self._make_buffer(pin_memory)
         self.leaves = tuple(param.leaf for param in self.params)
         self._resting = self._views
-        if not self._buffer.resident:  # a leaf without memory must not be read
+        if not self._buffer.stays:  # a leaf without memory must not be read
             self._resting = [nothing_of(view.shape, view.dtype, view.device) for view in self._views]
         for leaf, param, resting in zip(self.leaves, self.params, self._resting, strict=True):
             _compat.replace_data(leaf, resting)
@@ -174,7 +174,7 @@ class DTensorParams(ShardedParams):
         is_cast, is_home = dtypes.compute != layout.dtype, self._home == self.device
         buffer: Buffer | None = None
         if comm.shares_gathered and is_home and self._own_gather is None:
-            buffer = Resident(comm, layout.whole_numel, dtypes.compute, is_cast=is_cast)
+            buffer = SharedBuffer(comm, layout.whole_numel, dtypes.compute, is_cast=is_cast)
             self._views = self._views_of(buffer.full)
             self._rows_in_window = [
                 view.narrow(slot.dim, *slot.rows_of(comm.rank))
@@ -281,7 +281,7 @@ class DTensorParams(ShardedParams):
             _compat.copy_to_each_(self._rows_in_window, self._locals)
 
     def gather(self, *, async_op: bool = False) -> Work | None:
-        if self._buffer.resident:
+        if self._buffer.stays:
             return None
         comm, shard = self.comm, self.shard
         assert shard is not None
@@ -297,7 +297,7 @@ class DTensorParams(ShardedParams):
 
     @property
     def finish_gather(self) -> Callable[[], None] | None:
-        return None if self._buffer.resident else self._copy_out
+        return None if self._buffer.stays else self._copy_out
 
     @torch.no_grad()
     def _copy_out(self) -> None:

@@ -22,7 +22,7 @@ from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.layout import FlatLayout, contiguous_strides
 from hpcfsdp.params.sharded_params import Dtypes, ShardedParams
-from hpcfsdp.params.storage import Buffer, Resident, Transient, Whole
+from hpcfsdp.params.storage import Buffer, SharedBuffer, Transient, Whole
 
 flat_params: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 """All of this process."""
@@ -112,8 +112,8 @@ class FlatParam(ShardedParams):
         made.__dict__.update(self.__dict__)
         made.leaves, made.is_unsharded = tuple(leaves), False
         shard, full = self._shard, self._buffer.full
-        if isinstance(self._buffer, Resident):
-            buffer: Buffer = Resident(self.comm, full.numel(), full.dtype, is_cast=self._buffer.is_cast)
+        if isinstance(self._buffer, SharedBuffer):
+            buffer: Buffer = SharedBuffer(self.comm, full.numel(), full.dtype, is_cast=self._buffer.is_cast)
             shard = shard.clone() if self._buffer.is_cast else buffer.segment.copy_(shard)
         elif isinstance(self._buffer, Whole):
             shard = shard.clone()
@@ -156,7 +156,7 @@ class FlatParam(ShardedParams):
         if dtype not in self._others:
             numel, home = self.layout.padded_numel, self.parameter.device
             if self.comm.shares_gathered and home == self.device:
-                buffer: Buffer = Resident(self.comm, numel, dtype, is_cast=True)
+                buffer: Buffer = SharedBuffer(self.comm, numel, dtype, is_cast=True)
             else:
                 buffer = Transient(self.comm, numel, dtype, self.device)
             self._others[dtype] = buffer, self._views_of(buffer.full)
@@ -188,7 +188,7 @@ class FlatParam(ShardedParams):
                 )
 
     def publish(self) -> None:
-        if isinstance(self._buffer, Resident):
+        if isinstance(self._buffer, SharedBuffer):
             self._buffer.write(self._shard)
 
     def gather(self, *, async_op: bool = False) -> Work | None:
@@ -317,7 +317,7 @@ class FlatParam(ShardedParams):
         is_cast, stays = compute != layout.dtype, home == self.device
         shared = None
         if self.comm.shares_gathered and stays:
-            shared = Resident(self.comm, layout.padded_numel, compute, is_cast=is_cast)
+            shared = SharedBuffer(self.comm, layout.padded_numel, compute, is_cast=is_cast)
         if shared is not None and not is_cast:
             shard = shared.segment
         else:

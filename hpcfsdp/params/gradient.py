@@ -160,7 +160,7 @@ class FlatGrad:
         buffer: the full gradient in the reduce dtype while it is assembled, None otherwise.
         keeps_back: whether it waits for a later synchronisation, as within ``no_sync``; changed by the unit.
         comm_hook: (state, function) that reduces the gradient; None for averaging.
-        used: by leaf, whether it has had a gradient on this rank since the last ``settle``.
+        used: by leaf, whether it has had a gradient on this rank since the last ``store``.
         arriving: this rank's part of the result, from ``reduce`` to ``finish_reduce``.
     """
 
@@ -181,7 +181,7 @@ class FlatGrad:
         self._sent: torch.Tensor | None = None  # the buffer during its reduction
         self._reduced: torch.Tensor | None = None
         self._partial: torch.Tensor | None = None  # what has not been reduced over replicas yet
-        self._landing: list[torch.Tensor] = []  # being copied to host memory, not to be read before `settle`
+        self._landing: list[torch.Tensor] = []  # being copied to host memory, not to be read before `store`
         self._set_aside: list[torch.Tensor | None] | None = None  # ``grad`` of earlier backwards
         self._updated: list[torch.nn.Parameter] = []
 
@@ -346,7 +346,7 @@ class FlatGrad:
         if all(self.used) and not flat.steps_leaves and not any(map(_compat.hooks_on_gradient, flat.stepped)):
             self._update_grads(self.used)
 
-    def settle(self, used_anywhere: Sequence[bool]) -> None:
+    def store(self, used_anywhere: Sequence[bool]) -> None:
         """Store the result as ``grad``. Leaves that no rank has used keep the gradient they had."""
         if self._stays_partial:
             self.used = list(used_anywhere)

@@ -16,7 +16,7 @@ from hpcfsdp.comm.reduce import accumulate_dtype
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.dtensor_layout import DTensorLayout
 from hpcfsdp.params.layout import FlatLayout
-from hpcfsdp.params.storage import Buffer, Resident
+from hpcfsdp.params.storage import Buffer, SharedBuffer
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,14 @@ class ShardedParams(abc.ABC):
         return False
 
     @property
-    def is_here(self) -> bool:
+    def stays_gathered(self) -> bool:
         """Whether the values stay, and no gather is needed."""
-        return self._buffer.resident
+        return self._buffer.stays
 
     @property
-    def is_resident(self) -> bool:
+    def shares_gathered(self) -> bool:
         """Whether ranks share the memory of the gathered values; then barriers must enclose its use."""
-        return isinstance(self._buffer, Resident)
+        return isinstance(self._buffer, SharedBuffer)
 
     @property
     @abc.abstractmethod

@@ -94,10 +94,10 @@ class Buffer:
 
     Attributes:
         full: 1-D, all shards; always the same tensor, but its memory may be freed.
-        resident: whether the memory stays, so that the values are valid between two barriers.
+        stays: whether the memory stays, so that the values are valid between two barriers.
     """
 
-    resident = True
+    stays = True
     full: torch.Tensor
 
     def gather(self, shard: torch.Tensor, *, async_op: bool) -> Work | None:
@@ -118,7 +118,7 @@ class Whole(Buffer):
 class Transient(Buffer):
     """Memory that is allocated for each gather, and freed after use."""
 
-    resident = False
+    stays = False
 
     def __init__(self, comm: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._comm = comm
@@ -148,7 +148,7 @@ class Transient(Buffer):
             timeline.recorder.count_gathered(-self.full.numel() * self.full.element_size())
 
 
-class Resident(Buffer):
+class SharedBuffer(Buffer):
     """Memory that all ranks share. Each rank writes its own segment; then the values are gathered.
 
     No byte moves, and a node holds every value once. A segment may be written only while no rank computes with it, so

@@ -275,7 +275,7 @@ def _fill(mesh: UnitMesh, flat: FlatParam, layout: FlatLayout, values: list[Any]
         any(isinstance(value, (ShardedTensor, DTensor, Rank0Tensor)) for value in values),
     )
     # Nothing may be received in memory that ranks share.
-    target = shard.clone() if moves and flat.is_resident else shard
+    target = shard.clone() if moves and flat.shares_gathered else shard
     scatter(mesh, LocalShards.of_shard(layout, target), values)
     if target is not shard:
         shard.copy_(target)

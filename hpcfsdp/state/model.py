@@ -309,7 +309,7 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
     for flat, layout, mesh in flat_params(model):
         parts = LocalShards.of_shard(layout, flat.parameter.data)
         names = [slot.fqn for slot in layout.slots]
-        found += parts.in_file(mesh, names, with_aliases=True, are_read_by_others=flat.is_resident)
+        found += parts.in_file(mesh, names, with_aliases=True, are_read_by_others=flat.shares_gathered)
     ranks = DTensorRanks(model)
     found += [
         ranks.state_tensor(name, tensor, tuple(aliases)) for tensor, (name, *aliases) in plain_tensors(model).items()

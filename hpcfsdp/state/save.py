@@ -208,7 +208,7 @@ def _shards_published(units: list[FlatUnit], call: _Call) -> Iterator[None]:
 
 def _shows_shards(flat: FlatParam) -> bool:
     """Return whether all shards stand in memory that this rank can read, as they are kept."""
-    return flat.is_resident and flat.dtypes.compute == flat.layout.dtype
+    return flat.shares_gathered and flat.dtypes.compute == flat.layout.dtype
 
 
 @contextlib.contextmanager

@@ -135,7 +135,7 @@ class DTensorUnit(ModelUnit):
 
     def fits(self) -> bool:
         """Not collective, at rest. Adopt what the user has assigned. False if the memory has to be made anew."""
-        if not self.values.is_unsharded:
+        if not self.unsharded_params.is_bound:
             for each in self.own:
                 replaced = each.param.adopt_assigned(each.fqn)
                 if replaced is not None:

@@ -121,7 +121,9 @@ class ModelUnit(Unit):
 
     def choose_reshard(self) -> None:
         """Set ``reshard_after_forward``. The root's backward begins where its forward ends, so it keeps its values."""
-        keeps = self.mesh.keeps_values or (self.is_root and not all(flat.is_here for flat in self.sharded_params))
+        keeps = self.mesh.keeps_values or (
+            self.is_root and not all(flat.stays_gathered for flat in self.sharded_params)
+        )
         self.reshard_after_forward = not keeps if self.reshard_choice is None else self.reshard_choice
 
     def check_at_rest(self, what: str) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
-from hpcfsdp.engine.streams import OWN_QUEUES, Queue
+from hpcfsdp.engine.streams import OWN_STREAMS, Stream
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.world import current_world
 from hpcfsdp.wrap import ModuleWrapPolicy
@@ -45,8 +45,8 @@ def leave_for_later(streams, policy, patience_s=20.0):
     Args:
         patience_s: short where a rank may wait for another one by other means than the device.
     """
-    queues = {"eager": [], "random": [], "all": [Queue.COMPUTE, *OWN_QUEUES]}
-    starved = queues.get(policy, [queue for queue in Queue if queue.value == policy])
+    queues = {"eager": [], "random": [], "all": [Stream.COMPUTE, *OWN_STREAMS]}
+    starved = queues.get(policy, [queue for queue in Stream if queue.value == policy])
     seed = 1 if policy in ("random", "all") else None
     simulated.starve(*(streams._stream(queue) for queue in starved), seed=seed, patience_s=patience_s)
 

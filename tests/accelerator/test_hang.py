@@ -57,6 +57,6 @@ def test_the_job_ends_with_a_report_about_the_queue_and_the_rank_that_has_not_co
     assert job.returncode == 76, job.stderr
     (path,) = (tmp_path / "run/hang").iterdir()
     text = path.read_text()
-    assert re.search(r" has waited \d+ s for the gather queue of sim:0$", text.splitlines()[0])
+    assert re.search(r" has waited \d+ s for the gather stream of sim:0$", text.splitlines()[0])
     assert re.search(r"^rank 1: it sleeps in forward \(.*script\.py:\d+\)$", text, re.MULTILINE)
     assert "begin     all_gather_into_tensor of " in text

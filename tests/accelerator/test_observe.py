@@ -100,7 +100,7 @@ def test_the_times_of_waits_between_queues(world):
         simulated.starve(side)
         torch.ones(4, device=SIM)
     side.record_event(event)
-    recorder.queue_waits("compute", "VALUES_GATHERED", compute, event, counts=True)
+    recorder.stream_waits("compute", "VALUES_GATHERED", compute, event, counts=True)
     stretch = recorder.end_stretch()
     time.sleep(LATE_S)  # the side stream does nothing meanwhile, so the compute queue waits for it
     stretch.wait()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
-from hpcfsdp.engine.streams import Queue
+from hpcfsdp.engine.streams import Stream
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.launch.topology import Topology
 from hpcfsdp.units.group_cache import GroupCache
@@ -168,6 +168,6 @@ def test_flat_parameters_of_one_unit_do_not_wait_for_each_other(world, group, st
     )
     grads = [grad for unit in (module._unit for module in model.fsdp_modules(model)) for grad in unit.grads]
     assert model.check_is_root()
-    rings = model._unit.root.context.reductions._rings
+    rings = model._unit.root.context.reductions._ring_of
     assert len({id(rings[grad]) for grad in grads}) == 2
-    assert streams._stream(Queue.REPLICATE) is not streams._stream(Queue.REDUCE)
+    assert streams._stream(Stream.REPLICATE) is not streams._stream(Stream.REDUCE)

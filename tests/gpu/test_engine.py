@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpcfsdp.engine.streams import Queue
+from hpcfsdp.engine.streams import Stream
 from hpcfsdp.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from tests.gpu.conftest import simulated
 from tests.gpu.training import ROWS, batches, late, make_model, train, wrap
@@ -75,7 +75,7 @@ def test_queues_that_run_late_change_no_bit(world, device):
         return torch.cat([losses.cpu(), *(param.detach().cpu().flatten() for param in model.parameters())])
 
     expected = results()
-    for queue in (Queue.COMPUTE, Queue.GATHER, Queue.REDUCE):
+    for queue in (Stream.COMPUTE, Stream.GATHER, Stream.REDUCE):
         with late(queue, simulated):
             assert torch.equal(results(), expected), queue
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hpcfsdp import accelerator
-from hpcfsdp.engine.streams import DeviceStreams, Queue, Wait
+from hpcfsdp.engine.streams import DeviceStreams, Stream, Wait
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from tests.gpu.conftest import simulated
 from tests.gpu.imagined import CASES, results, sharded
@@ -19,7 +19,7 @@ def test_queues_that_run_late_change_no_bit(alone, case):
     """What a queue reads too early, for want of a wait, would be other values: COMPUTE, GATHER and REDUCE in turn."""
     expected = results(alone, case)
     assert all(value.isfinite().all() for value in expected)
-    for queue in (Queue.COMPUTE, Queue.GATHER, Queue.REDUCE):
+    for queue in (Stream.COMPUTE, Stream.GATHER, Stream.REDUCE):
         with late(queue, simulated):
             assert same(results(alone, case), expected), queue
 
@@ -27,12 +27,12 @@ def test_queues_that_run_late_change_no_bit(alone, case):
 @pytest.mark.parametrize(
     ("why", "queue"),
     [
-        (Wait.SHARDS_WRITTEN, Queue.COMPUTE),
-        (Wait.VALUES_USED, Queue.COMPUTE),
-        (Wait.VALUES_GATHERED, Queue.GATHER),
-        (Wait.GRADS_WRITTEN, Queue.COMPUTE),
-        (Wait.GRADS_TAKEN, Queue.REDUCE),
-        (Wait.GRADS_REDUCED, Queue.REDUCE),
+        (Wait.SHARDS_WRITTEN, Stream.COMPUTE),
+        (Wait.VALUES_USED, Stream.COMPUTE),
+        (Wait.VALUES_GATHERED, Stream.GATHER),
+        (Wait.GRADS_WRITTEN, Stream.COMPUTE),
+        (Wait.GRADS_TAKEN, Stream.REDUCE),
+        (Wait.GRADS_REDUCED, Stream.REDUCE),
     ],
     ids=lambda value: value.name,
 )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hpcfsdp.engine.streams import DeviceStreams, Queue
+from hpcfsdp.engine.streams import DeviceStreams, Stream
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.wrap import ModuleWrapPolicy
 
@@ -95,7 +95,7 @@ def late(queue, simulated):
         for name in ("launch", "record", "wait"):
             method = first_sleep(getattr(DeviceStreams, name))
             changes.enter_context(mock.patch.object(DeviceStreams, name, method))
-        if queue is Queue.COMPUTE and simulated is None:  # so that shards, too, are written late
+        if queue is Stream.COMPUTE and simulated is None:  # so that shards, too, are written late
             hook = register_optimizer_step_pre_hook(lambda *_: sleep(torch.accelerator.current_stream()))
             changes.callback(hook.remove)
         yield

@@ -11,7 +11,7 @@ from torch import nn
 
 from hpcfsdp import checkpoint
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.engine.unit import Call
+from hpcfsdp.engine.backward import ForwardCall
 from hpcfsdp.errors import CommunicationError, DisagreementError, EngineError
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.wrap import ModuleWrapPolicy
@@ -135,7 +135,7 @@ def test_units_that_return_their_input_are_resharded_in_backward(groups, comm, c
             return x
 
     def look():
-        seen.append([option._unit.values.is_unsharded for option in sharded.options])
+        seen.append([option._unit.unsharded_params.is_bound for option in sharded.options])
 
     sharded, seen = wrap(Watched(), groups[carrier], Skipping), []
     for step in range(3):
@@ -168,14 +168,14 @@ class Passes(nn.Module):
 @CARRIERS
 def test_an_input_that_is_passed_on_leaves_no_cycle(groups, comm, carrier, monkeypatch):
     def noted():
-        call = Call()
+        call = ForwardCall()
         calls.append(weakref.ref(call))
         return call
 
     torch.manual_seed(0)
     plain, calls = Passes(), []
     sharded = wrap(plain_copy(plain), groups[carrier], Passing)
-    monkeypatch.setattr("hpcfsdp.engine.unit.Call", noted)
+    monkeypatch.setattr("hpcfsdp.engine.unit.ForwardCall", noted)
     gc.disable()
     try:
         assert_trains_alike(plain, sharded, comm)

@@ -224,7 +224,7 @@ def test_a_forward_that_broke_off_at_different_places_on_the_ranks_is_forgotten(
     sharded = wrap(plain_copy(plain), groups["shared memory"], nn.Linear)
     assert sharded.check_is_root()
     sharded_params = [flat for unit in sharded._unit.root.units for flat in unit.sharded_params]
-    if any(flat.comm.size > 1 and not flat.is_resident for flat in sharded_params):
+    if any(flat.comm.size > 1 and not flat.shares_gathered for flat in sharded_params):
         pytest.skip("ranks on several nodes wait for each other in gathers")
     for short in (False, True):
         sharded(vectors(0), short).sum().backward()
@@ -260,4 +260,4 @@ def test_an_error_in_ending_what_was_begun_leaves_the_units_at_rest(groups, comm
         with pytest.raises(RuntimeError, match="lost"):
             root.recover()
     assert {unit.training_state.value for unit in root.units} == {"idle"}
-    assert not any(unit.values.is_unsharded for unit in root.units)
+    assert not any(unit.unsharded_params.is_bound for unit in root.units)

@@ -231,7 +231,7 @@ def test_explicit_prefetching(world, row_meshes):
         if fsdp is ours:
 
             def note(when):
-                seen.setdefault(when, [block._hpcfsdp_unit.values.is_gathered for block in model.blocks])
+                seen.setdefault(when, [block._hpcfsdp_unit.unsharded_params.is_gathered for block in model.blocks])
 
             first.register_forward_pre_hook(lambda *_: note("forward"))
             third.register_full_backward_hook(lambda *_: note("backward"))
@@ -518,7 +518,7 @@ def test_explicit_prefetching_and_recomputation(world, row_meshes):
     first, second, third = model.blocks
     first.set_modules_to_forward_prefetch([second, third])
     first.register_full_backward_hook(
-        lambda *_: seen.append([block._hpcfsdp_unit.values.is_gathered for block in (second, third)])
+        lambda *_: seen.append([block._hpcfsdp_unit.unsharded_params.is_gathered for block in (second, third)])
     )
     for ids in batches(world.rank, 2):
         model(ids).square().mean().backward()

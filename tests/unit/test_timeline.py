@@ -3,7 +3,7 @@ import time
 import torch
 
 from hpcfsdp import timeline
-from hpcfsdp.timeline import Recorder, Span
+from hpcfsdp.timeline import Recorder, TraceSlice
 
 
 def recorder():
@@ -80,5 +80,5 @@ def test_a_context_of_waiting(monkeypatch):
     with timeline.waiting("barrier"):
         time.sleep(0.01)
     (span,) = made.pop_spans()
-    assert isinstance(span, Span) and (span.track, span.name) == ("waits", "barrier")
+    assert isinstance(span, TraceSlice) and (span.track, span.name) == ("waits", "barrier")
     assert made.end_stretch().read()[1] >= 0.01

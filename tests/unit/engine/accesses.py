@@ -6,7 +6,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcfsdp.engine.streams import Queue
+from hpcfsdp.engine.streams import Stream
 from tests.unit.engine.recording import RecordingStreams
 
 RECORDS_ACCESSES = True
@@ -49,7 +49,7 @@ class Watch(TorchDispatchMode):
 
     def name(self, tensor, place, *, on_host=False):
         """Call the memory of `tensor` so."""
-        self._blocks[key_of(tensor)] = Block(tensor, Queue.COMPUTE, place, on_host=on_host)
+        self._blocks[key_of(tensor)] = Block(tensor, Stream.COMPUTE, place, on_host=on_host)
 
     def on_host(self, tensor):
         """This is host memory."""
@@ -75,7 +75,7 @@ class Watch(TorchDispatchMode):
         now, used = self.streams.current, [*read, *written]
         on_host = bool(used) and all(self._block_of(tensor).on_host for tensor in used)
         # Within a launch, what makes something new of host memory stands for a copy to the device.
-        return Queue.HOST if on_host and (now is Queue.COMPUTE or written) else now
+        return Stream.HOST if on_host and (now is Stream.COMPUTE or written) else now
 
     def _touch(self, queue, read, written):
         places = []
@@ -92,7 +92,7 @@ class Watch(TorchDispatchMode):
     def _block_of(self, tensor):
         block = self._blocks.get(key_of(tensor))
         if block is None:
-            block = self._blocks[key_of(tensor)] = Block(tensor, Queue.COMPUTE)
+            block = self._blocks[key_of(tensor)] = Block(tensor, Stream.COMPUTE)
         return block
 
     def _allocate(self, queue, tensor):
@@ -101,7 +101,7 @@ class Watch(TorchDispatchMode):
                 del self._blocks[key]
                 if not block.on_host:  # the allocator of host memory asks the device whether copies are done
                     RecordingStreams.touch(self.streams, queue, writes=[block.place])
-        self._blocks[key_of(tensor)] = Block(tensor, queue, on_host=queue is Queue.HOST)
+        self._blocks[key_of(tensor)] = Block(tensor, queue, on_host=queue is Stream.HOST)
 
 
 def accesses_of(func, args, kwargs):

@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcfsdp.engine.context import Reductions, Slot
-from hpcfsdp.engine.streams import OWN_QUEUES, Begin, Queue, Wait
+from hpcfsdp.engine.context import GradBuffer, Reductions
+from hpcfsdp.engine.streams import OWN_STREAMS, Begin, Stream, Wait
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.gradient import FlatGrad
 
 Place = tuple[int, str]
 """Memory by name: its owner, and which part of it."""
 
-Clock = dict[Queue, int]
+Clock = dict[Stream, int]
 """How much of each queue has been done for certain."""
 
-POOLS = {"values": Queue.GATHER, "grad": Queue.COMPUTE}
+POOLS = {"values": Stream.GATHER, "grad": Stream.COMPUTE}
 """Parts with memory that comes and goes, and the queue on which it is allocated."""
 
 
@@ -35,7 +35,7 @@ class Site(NamedTuple):
     """A wait in the source; `why` is None for ``drain``."""
 
     why: Wait | None
-    queue: Queue
+    queue: Stream
     where: str
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Access:
         where: in the source.
     """
 
-    queue: Queue
+    queue: Stream
     verb: str
     place: Place
     clock: Clock
@@ -95,7 +95,7 @@ class _Memory:
     """What has been done with one piece of memory since it was last written; one read of each queue is enough."""
 
     write: Access | None = None
-    reads: dict[Queue, Access] = field(default_factory=dict)
+    reads: dict[Stream, Access] = field(default_factory=dict)
 
 
 class RecordingStreams:
@@ -123,16 +123,16 @@ class RecordingStreams:
         self.races: list[Race] = []
         self.sites: Counter[Site] = Counter()
         self.pieces: Counter[str] = Counter()
-        self.current = Queue.COMPUTE
+        self.current = Stream.COMPUTE
         self._ignore = ignore or (lambda site: False)
         self._raises = raises
-        self._clocks: dict[Queue, Clock] = {queue: dict.fromkeys(Queue, 0) for queue in Queue}
+        self._clocks: dict[Stream, Clock] = {queue: dict.fromkeys(Stream, 0) for queue in Stream}
         self._memory: dict[Place, _Memory] = {}
         self._free: dict[str, list[_Memory]] = {part: [] for part in POOLS}
 
     def launch(
         self,
-        queue: Queue,
+        queue: Stream,
         begin: Begin,
         finish: Callable[[], None] | None = None,
         *,
@@ -149,16 +149,16 @@ class RecordingStreams:
                 finish()
         return self.record(queue)
 
-    def record(self, queue: Queue) -> Event:
+    def record(self, queue: Stream) -> Event:
         return Event(dict(self._issue(queue)))
 
-    def wait(self, queue: Queue, event: Event | None, why: Wait) -> None:
+    def wait(self, queue: Stream, event: Event | None, why: Wait) -> None:
         self._wait(Site(why, queue, where()), event)
 
     def proceed(self) -> None:
         """Work goes on by itself."""
 
-    def touch(self, queue: Queue, *, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> None:
+    def touch(self, queue: Stream, *, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> None:
         clock, at = dict(self._issue(queue)), where()
         for place in reads:
             self._check(Access(queue, "reads", place, clock, at))
@@ -171,13 +171,13 @@ class RecordingStreams:
             if place not in self._memory:
                 continue
             owner = POOLS[place[1]]
-            if owner is Queue.COMPUTE:
+            if owner is Stream.COMPUTE:
                 self._check(Access(owner, "frees", place, dict(self._issue(owner)), at))
             self._free[place[1]].append(self._memory.pop(place))
 
     def drain(self) -> None:
-        site = Site(None, Queue.COMPUTE, where())
-        for queue in OWN_QUEUES:
+        site = Site(None, Stream.COMPUTE, where())
+        for queue in OWN_STREAMS:
             self._wait(site, self.record(queue))
 
     def _wait(self, site: Site, event: Event | None) -> None:
@@ -186,17 +186,17 @@ class RecordingStreams:
         if event is not None and not self._ignore(site):
             _join(clock, event.clock)
 
-    def _issue(self, queue: Queue) -> Clock:
+    def _issue(self, queue: Stream) -> Clock:
         """Put something on a queue, which is after all that the program has done. Returns the queue's clock."""
-        program, clock = self._clocks[Queue.HOST], self._clocks[queue]
-        program[Queue.HOST] += 1
-        if queue is not Queue.HOST:
+        program, clock = self._clocks[Stream.HOST], self._clocks[queue]
+        program[Stream.HOST] += 1
+        if queue is not Stream.HOST:
             _join(clock, program)
             clock[queue] += 1
         return clock
 
     @contextmanager
-    def _doing(self, queue: Queue) -> Any:
+    def _doing(self, queue: Stream) -> Any:
         before, self.current = self.current, queue
         try:
             yield
@@ -245,7 +245,7 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
         patch: a ``pytest.MonkeyPatch``.
     """
     gathered: set[FlatParam] = set()
-    slots: dict[FlatGrad, Slot] = {}
+    slots: dict[FlatGrad, GradBuffer] = {}
 
     def values_of(flat: FlatParam) -> Place:
         return id(flat), "values"
@@ -258,30 +258,30 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
 
     def gather(flat: FlatParam) -> None:
         gathered.add(flat)
-        streams.touch(Queue.GATHER, reads=[(id(flat), "shard")], writes=[values_of(flat)])
+        streams.touch(Stream.GATHER, reads=[(id(flat), "shard")], writes=[values_of(flat)])
 
     def bind(flat: FlatParam) -> None:
-        if not flat.is_here:
-            streams.touch(Queue.COMPUTE, reads=[values_of(flat)])
+        if not flat.stays_gathered:
+            streams.touch(Stream.COMPUTE, reads=[values_of(flat)])
 
     def unbind(flat: FlatParam) -> None:
         if flat in gathered:
             gathered.remove(flat)
-            streams.touch(Queue.COMPUTE, reads=[values_of(flat)])
+            streams.touch(Stream.COMPUTE, reads=[values_of(flat)])
 
-    def release(slot: Slot) -> None:
+    def release(slot: GradBuffer) -> None:
         if slot.in_use and slot.memory is None:
             streams.free((id(slot), "grad"))
 
-    def settle(grad: FlatGrad, _used: Any) -> None:
-        queue = Queue.HOST if grad.flat.is_offloaded else Queue.COMPUTE
+    def store(grad: FlatGrad, _used: Any) -> None:
+        queue = Stream.HOST if grad.flat.is_offloaded else Stream.COMPUTE
         streams.touch(queue, reads=[shard_of(grad)], writes=[shard_of(grad)])
 
     def write_buffer(grad: FlatGrad, *_buffer: Any) -> None:
-        streams.touch(Queue.COMPUTE, writes=[buffer_of(grad)])
+        streams.touch(Stream.COMPUTE, writes=[buffer_of(grad)])
 
     def reduce(grad: FlatGrad, _label: str) -> None:
-        streams.touch(Queue.REDUCE, reads=[buffer_of(grad)], writes=[shard_of(grad)])
+        streams.touch(Stream.REDUCE, reads=[buffer_of(grad)], writes=[shard_of(grad)])
 
     def before(owner: type, name: str, declare: Callable[..., Any]) -> None:
         original = getattr(owner, name)
@@ -297,11 +297,11 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
     before(FlatParam, "unbind", unbind)
     before(FlatParam, "free", lambda flat: streams.free(values_of(flat)))
     before(Reductions, "_begin", lambda _queue, grad, slot: slots.update({grad: slot}))
-    before(Slot, "release", release)
+    before(GradBuffer, "release", release)
     before(FlatGrad, "begin", write_buffer)
     before(FlatGrad, "complete", write_buffer)
     before(FlatGrad, "reduce", reduce)
-    before(FlatGrad, "settle", settle)
+    before(FlatGrad, "store", store)
 
 
 def _join(clock: Clock, other: Clock) -> None:

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from torch.utils.checkpoint import checkpoint
 
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.engine.streams import Queue
+from hpcfsdp.engine.streams import Stream
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.unit.engine.recording import RecordingStreams
@@ -131,7 +131,7 @@ class Program:
     def step(self, model, optimizer):
         """An optimizer step, which runs where the shards are."""
         sharded_params = [flat for flat in sharded_params_of(model) if has_grad(flat)]
-        queue = Queue.HOST if self._offloaded else Queue.COMPUTE
+        queue = Stream.HOST if self._offloaded else Stream.COMPUTE
         if isinstance(self.streams, RecordingStreams):
             self.streams.touch(
                 queue,

@@ -99,9 +99,9 @@ class Setting:
         streams = self.queue._streams
         for queue in streams._pending:
             streams.wait(queue, streams.record(queue), None)
-        self.queue.settle()
+        self.queue.release()
         for grad in self.grads:
-            grad.settle([True, True])
+            grad.store([True, True])
         return [grad.flat.parameter.grad.tolist() for grad in self.grads if grad.flat.parameter.grad is not None]
 
 
@@ -300,8 +300,8 @@ def test_replicas_that_share_memory_reduce_in_it():
     assert comm.allocated == [(4, torch.float32)] * 2
     buffer = grad.buffer
     queue.advance()
-    queue.settle()
-    grad.settle([True])
+    queue.release()
+    grad.store([True])
     buffer.fill_(torch.nan)  # others put theirs together there
     assert grad.flat.parameter.grad.tolist() == [1] * 4
 

@@ -3,7 +3,7 @@
 import pytest
 
 from hpcfsdp.comm.progress import Running, Sent
-from hpcfsdp.engine.streams import HostStreams, Queue, Wait
+from hpcfsdp.engine.streams import HostStreams, Stream, Wait
 from hpcfsdp.errors import CommunicationError
 
 
@@ -42,24 +42,24 @@ def gather(received, read, error=None):
 def test_a_unit_computes_before_others_have_read_what_this_rank_sends():
     streams, doors = HostStreams(), [Door(), Door(), Door()]
     works = [gather(Door(3), door) for door in doors]
-    events = [streams.launch(Queue.GATHER, lambda _, work=work: work) for work in works]
-    streams.wait(Queue.COMPUTE, events[1], Wait.VALUES_GATHERED)
+    events = [streams.launch(Stream.GATHER, lambda _, work=work: work) for work in works]
+    streams.wait(Stream.COMPUTE, events[1], Wait.VALUES_GATHERED)
     assert [work._has_outputs() for work in works[:2]] == [True, True]
     assert not any(work.done for work in works)
     for door in doors:
         door.left = 0
-    streams.wait(Queue.COMPUTE, events[0], Wait.GATHERED_IN_VAIN)
+    streams.wait(Stream.COMPUTE, events[0], Wait.GATHERED_IN_VAIN)
     assert works[0].done
-    assert streams.record(Queue.GATHER) is events[2]
-    streams.wait(Queue.HOST, events[2], Wait.SHARDS_READ)
+    assert streams.record(Stream.GATHER) is events[2]
+    streams.wait(Stream.HOST, events[2], Wait.SHARDS_READ)
     assert all(work.done for work in works)
-    assert streams.record(Queue.GATHER) is None
+    assert streams.record(Stream.GATHER) is None
 
 
 def test_work_proceeds_while_nobody_waits():
     streams, read = HostStreams(), Door(0)
     work = gather(Door(8), read)
-    streams.launch(Queue.GATHER, lambda _: work)
+    streams.launch(Stream.GATHER, lambda _: work)
     for _ in range(8):
         streams.proceed()
     assert work.done
@@ -70,9 +70,9 @@ def test_work_proceeds_while_nobody_waits():
 def test_a_gather_that_failed_raises_once():
     streams = HostStreams()
     work = gather(Door(2), Door(0), CommunicationError("broken"))
-    event = streams.launch(Queue.GATHER, lambda _: work)
+    event = streams.launch(Stream.GATHER, lambda _: work)
     streams.proceed()
     with pytest.raises(CommunicationError, match="broken"):
-        streams.wait(Queue.COMPUTE, event, Wait.VALUES_GATHERED)
-    streams.wait(Queue.COMPUTE, event, Wait.GATHERED_IN_VAIN)
+        streams.wait(Stream.COMPUTE, event, Wait.VALUES_GATHERED)
+    streams.wait(Stream.COMPUTE, event, Wait.GATHERED_IN_VAIN)
     streams.drain()

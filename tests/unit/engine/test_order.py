@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcfsdp.engine import context, order as orders
-from hpcfsdp.engine.context import Order
+from hpcfsdp.engine import order as orders
+from hpcfsdp.engine.order import Order
 from hpcfsdp.errors import CommunicationError, DisagreementError
 from hpcfsdp.hang import waits
 
@@ -246,20 +246,17 @@ def test_ranks_of_several_words_are_confirmed_when_all_have_come(store, monkeypa
 def test_a_rank_answers_which_event_it_has_reached(store):
     order, _ = alone()
     go(order, A, B)
-    assert (
-        order.confirmation.called((1, 2))
-        == "the forward of 'b' (event 2 of step 1), where in earlier steps it reached nothing"
-    )
-    assert order.confirmation.called((1, 3)) == order.confirmation.called((2, 1)) == waits.NOTHING_YET
+    assert order.called((1, 2)) == "the forward of 'b' (event 2 of step 1), where in earlier steps it reached nothing"
+    assert order.called((1, 3)) == order.called((2, 1)) == waits.NOTHING_YET
     order.begin()
-    assert order.confirmation.called((1, 1)) is waits.UNKNOWN
+    assert order.called((1, 1)) is waits.UNKNOWN
     order.note(A)
-    came, asked = order.confirmation.called((2, 1)), []
-    store.add = lambda key, amount: asked.append([order.confirmation.called((2, depth)) for depth in (1, 2, 3)]) or 3
+    came, asked = order.called((2, 1)), []
+    store.add = lambda key, amount: asked.append([order.called((2, depth)) for depth in (1, 2, 3)]) or 3
     order.note(C)
     label = "the backward of 'b' (event 2 of step 2), where in earlier steps it reached the forward of 'b'"
     assert asked == [[came, label, waits.NOTHING_YET]]
-    assert order.confirmation.called((2, 2)) == label
+    assert order.called((2, 2)) == label
 
 
 def test_without_a_store_ranks_meet_at_each_new_event(no_store):
@@ -354,7 +351,7 @@ def test_layers_left_out_at_random_do_not_fill_the_memory(no_store):
     for step in range(2000):
         go(order, *dropped_layers(step))
         sizes.append(len(events_of(order)))
-    most = context.MOST_PATHS * (2 * 12 + 1)
+    most = orders.MOST_PATHS * (2 * 12 + 1)
     assert max(sizes) < most
     assert sum(sizes[100:200]) * 0.9 < sum(sizes[-100:]) < sum(sizes[100:200]) * 1.1
 
@@ -371,7 +368,7 @@ def test_a_path_that_is_taken_again_and_again_is_never_forgotten(no_store):
 
 
 def test_ranks_forget_the_same_paths_and_leave_nothing_in_the_store(run_ranks, store, monkeypatch):
-    monkeypatch.setattr(context, "MOST_PATHS", 5)
+    monkeypatch.setattr(orders, "MOST_PATHS", 5)
 
     def body(comm):
         order = Order(comm, "7", confirm=True)
@@ -387,7 +384,7 @@ def test_ranks_forget_the_same_paths_and_leave_nothing_in_the_store(run_ranks, s
 
 
 def test_a_path_that_an_error_broke_off_may_be_forgotten_while_others_go_on_from_its_end(no_store, monkeypatch):
-    monkeypatch.setattr(context, "MOST_PATHS", 2)
+    monkeypatch.setattr(orders, "MOST_PATHS", 2)
     order, notes = alone()
     order.begin()
     order.note(A)

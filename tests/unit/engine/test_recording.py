@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpcfsdp.engine.streams import Queue, Wait
+from hpcfsdp.engine.streams import Stream, Wait
 from tests.unit.engine.accesses import Watch
 from tests.unit.engine.recording import RaceError, RecordingStreams
 
@@ -44,51 +44,51 @@ def raced(streams):
 
 def test_work_of_one_queue_is_in_order(streams):
     for _ in range(3):
-        streams.touch(Queue.COMPUTE, reads=[SHARD], writes=[SHARD])
-        streams.launch(Queue.COMPUTE, nothing, reads=[SHARD], writes=[SHARD])
+        streams.touch(Stream.COMPUTE, reads=[SHARD], writes=[SHARD])
+        streams.launch(Stream.COMPUTE, nothing, reads=[SHARD], writes=[SHARD])
     assert not streams.races
 
 
 def test_reads_need_no_order(streams):
-    for queue in Queue:
+    for queue in Stream:
         streams.touch(queue, reads=[SHARD])
     assert not streams.races
 
 
 def test_different_memory_needs_no_order(streams):
-    streams.touch(Queue.COMPUTE, writes=[SHARD])
-    streams.touch(Queue.GATHER, writes=[OTHER_SHARD])
+    streams.touch(Stream.COMPUTE, writes=[SHARD])
+    streams.touch(Stream.GATHER, writes=[OTHER_SHARD])
     assert not streams.races
 
 
 def test_what_the_program_does_comes_before_what_it_issues_later(streams):
-    streams.touch(Queue.HOST, writes=[SHARD])
-    for queue in (Queue.GATHER, Queue.COMPUTE, Queue.REDUCE):
+    streams.touch(Stream.HOST, writes=[SHARD])
+    for queue in (Stream.GATHER, Stream.COMPUTE, Stream.REDUCE):
         streams.touch(queue, reads=[SHARD])
     assert not streams.races
 
 
 def test_a_wait_puts_things_in_order_also_by_way_of_a_third_queue(streams):
-    streams.touch(Queue.COMPUTE, writes=[SHARD])
-    streams.wait(Queue.GATHER, streams.record(Queue.COMPUTE), WHY)
-    streams.wait(Queue.REDUCE, streams.record(Queue.GATHER), WHY)
-    streams.touch(Queue.REDUCE, writes=[SHARD])
+    streams.touch(Stream.COMPUTE, writes=[SHARD])
+    streams.wait(Stream.GATHER, streams.record(Stream.COMPUTE), WHY)
+    streams.wait(Stream.REDUCE, streams.record(Stream.GATHER), WHY)
+    streams.touch(Stream.REDUCE, writes=[SHARD])
     assert not streams.races
 
 
 def test_what_the_program_has_waited_for_comes_before_all_that_it_issues_later(streams):
-    event = streams.launch(Queue.REDUCE, nothing, writes=[SHARD])
-    streams.wait(Queue.HOST, event, WHY)
-    streams.touch(Queue.HOST, reads=[SHARD])
-    streams.touch(Queue.GATHER, writes=[SHARD])
+    event = streams.launch(Stream.REDUCE, nothing, writes=[SHARD])
+    streams.wait(Stream.HOST, event, WHY)
+    streams.touch(Stream.HOST, reads=[SHARD])
+    streams.touch(Stream.GATHER, writes=[SHARD])
     assert not streams.races
 
 
 def test_draining_puts_compute_after_everything(streams):
-    streams.touch(Queue.GATHER, writes=[SHARD])
-    streams.touch(Queue.REDUCE, writes=[OTHER_SHARD])
+    streams.touch(Stream.GATHER, writes=[SHARD])
+    streams.touch(Stream.REDUCE, writes=[OTHER_SHARD])
     streams.drain()
-    streams.touch(Queue.COMPUTE, writes=[SHARD, OTHER_SHARD])
+    streams.touch(Stream.COMPUTE, writes=[SHARD, OTHER_SHARD])
     assert not streams.races
 
 
@@ -98,58 +98,58 @@ def test_draining_puts_compute_after_everything(streams):
 @pytest.mark.parametrize("first", ["reads", "writes"])
 @pytest.mark.parametrize("second", ["reads", "writes"])
 def test_queues_that_do_not_wait_race_if_one_of_them_writes(streams, first, second):
-    streams.touch(Queue.COMPUTE, **{first: [SHARD]})
-    streams.touch(Queue.GATHER, **{second: [SHARD]})
-    expected = [((Queue.COMPUTE, first, "shard"), (Queue.GATHER, second, "shard"))]
+    streams.touch(Stream.COMPUTE, **{first: [SHARD]})
+    streams.touch(Stream.GATHER, **{second: [SHARD]})
+    expected = [((Stream.COMPUTE, first, "shard"), (Stream.GATHER, second, "shard"))]
     assert raced(streams) == (expected if "writes" in (first, second) else [])
 
 
 def test_the_program_is_not_after_what_it_has_issued(streams):
-    streams.launch(Queue.REDUCE, nothing, writes=[SHARD])
-    streams.touch(Queue.HOST, reads=[SHARD])
-    assert raced(streams) == [((Queue.REDUCE, "writes", "shard"), (Queue.HOST, "reads", "shard"))]
+    streams.launch(Stream.REDUCE, nothing, writes=[SHARD])
+    streams.touch(Stream.HOST, reads=[SHARD])
+    assert raced(streams) == [((Stream.REDUCE, "writes", "shard"), (Stream.HOST, "reads", "shard"))]
 
 
 def test_an_event_covers_what_was_before_it_and_no_more(streams):
-    event = streams.record(Queue.COMPUTE)
-    streams.touch(Queue.COMPUTE, writes=[SHARD])
-    streams.wait(Queue.GATHER, event, WHY)
-    streams.touch(Queue.GATHER, reads=[SHARD])
+    event = streams.record(Stream.COMPUTE)
+    streams.touch(Stream.COMPUTE, writes=[SHARD])
+    streams.wait(Stream.GATHER, event, WHY)
+    streams.touch(Stream.GATHER, reads=[SHARD])
     assert len(streams.races) == 1
 
 
 def test_the_wrong_direction_does_not_help(streams):
-    streams.touch(Queue.COMPUTE, writes=[SHARD])
-    streams.wait(Queue.COMPUTE, streams.record(Queue.GATHER), WHY)
-    streams.touch(Queue.GATHER, reads=[SHARD])
+    streams.touch(Stream.COMPUTE, writes=[SHARD])
+    streams.wait(Stream.COMPUTE, streams.record(Stream.GATHER), WHY)
+    streams.touch(Stream.GATHER, reads=[SHARD])
     assert len(streams.races) == 1
 
 
 def test_a_write_has_to_come_after_the_reads_of_all_queues(streams):
-    streams.touch(Queue.GATHER, reads=[SHARD])
-    streams.touch(Queue.REDUCE, reads=[SHARD])
-    streams.wait(Queue.COMPUTE, streams.record(Queue.GATHER), WHY)
-    streams.touch(Queue.COMPUTE, writes=[SHARD])
-    assert raced(streams) == [((Queue.REDUCE, "reads", "shard"), (Queue.COMPUTE, "writes", "shard"))]
+    streams.touch(Stream.GATHER, reads=[SHARD])
+    streams.touch(Stream.REDUCE, reads=[SHARD])
+    streams.wait(Stream.COMPUTE, streams.record(Stream.GATHER), WHY)
+    streams.touch(Stream.COMPUTE, writes=[SHARD])
+    assert raced(streams) == [((Stream.REDUCE, "reads", "shard"), (Stream.COMPUTE, "writes", "shard"))]
 
 
 def test_a_race_names_both_places_or_is_raised():
     streams = RecordingStreams(raises=True)
-    streams.touch(Queue.COMPUTE, writes=[SHARD])
+    streams.touch(Stream.COMPUTE, writes=[SHARD])
     message = (
         r"GATHER reads 'shard' of 1 at test_recording.py:\d+ .*after: COMPUTE writes 'shard' of 1 at test_recording.py"
     )
     with pytest.raises(RaceError, match=message):
-        streams.touch(Queue.GATHER, reads=[SHARD])
+        streams.touch(Stream.GATHER, reads=[SHARD])
 
 
 def test_a_wait_that_is_ignored_orders_nothing_and_is_known_by_its_place():
     def run(streams):
         for why in (Wait.SHARDS_WRITTEN, Wait.VALUES_USED):
-            streams.touch(Queue.COMPUTE, writes=[SHARD])
-            streams.wait(Queue.GATHER, streams.record(Queue.COMPUTE), why)
-            streams.touch(Queue.GATHER, reads=[SHARD])
-            streams.wait(Queue.COMPUTE, streams.record(Queue.GATHER), WHY)
+            streams.touch(Stream.COMPUTE, writes=[SHARD])
+            streams.wait(Stream.GATHER, streams.record(Stream.COMPUTE), why)
+            streams.touch(Stream.GATHER, reads=[SHARD])
+            streams.wait(Stream.COMPUTE, streams.record(Stream.GATHER), WHY)
         return streams
 
     whole = run(RecordingStreams())
@@ -174,64 +174,64 @@ def test_work_is_begun_waited_for_and_finished_on_the_spot(streams):
         done.append((async_op, streams.current))
         return Work()
 
-    streams.launch(Queue.REDUCE, begin, lambda: done.append(("finish", streams.current)))
-    assert done == [(False, Queue.REDUCE), ("wait", Queue.REDUCE), ("finish", Queue.REDUCE)]
-    assert streams.current is Queue.COMPUTE
+    streams.launch(Stream.REDUCE, begin, lambda: done.append(("finish", streams.current)))
+    assert done == [(False, Stream.REDUCE), ("wait", Stream.REDUCE), ("finish", Stream.REDUCE)]
+    assert streams.current is Stream.COMPUTE
 
 
 def test_errors_of_work_come_out(streams):
     with pytest.raises(ZeroDivisionError):
-        streams.launch(Queue.GATHER, lambda async_op: 1 / 0)
-    assert streams.current is Queue.COMPUTE
+        streams.launch(Stream.GATHER, lambda async_op: 1 / 0)
+    assert streams.current is Stream.COMPUTE
 
 
 # Memory that comes and goes
 
 
 def test_what_was_freed_last_is_given_out_first(streams):
-    streams.touch(Queue.GATHER, writes=[VALUES, OTHER_VALUES])
+    streams.touch(Stream.GATHER, writes=[VALUES, OTHER_VALUES])
     streams.free(VALUES)
     streams.free(OTHER_VALUES)
-    streams.touch(Queue.GATHER, writes=[MORE_VALUES])
-    streams.wait(Queue.COMPUTE, streams.record(Queue.GATHER), WHY)
-    streams.touch(Queue.COMPUTE, reads=[MORE_VALUES])
+    streams.touch(Stream.GATHER, writes=[MORE_VALUES])
+    streams.wait(Stream.COMPUTE, streams.record(Stream.GATHER), WHY)
+    streams.touch(Stream.COMPUTE, reads=[MORE_VALUES])
     assert streams.pieces["values"] == 2
     assert not streams.races
 
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_memory_that_is_read_under_one_name_is_not_written_under_another(streams, in_order):
-    streams.touch(Queue.GATHER, writes=[VALUES])
-    streams.wait(Queue.COMPUTE, streams.record(Queue.GATHER), WHY)
-    streams.touch(Queue.COMPUTE, reads=[VALUES])
-    event = streams.record(Queue.COMPUTE)
+    streams.touch(Stream.GATHER, writes=[VALUES])
+    streams.wait(Stream.COMPUTE, streams.record(Stream.GATHER), WHY)
+    streams.touch(Stream.COMPUTE, reads=[VALUES])
+    event = streams.record(Stream.COMPUTE)
     streams.free(VALUES)
     if in_order:
-        streams.wait(Queue.GATHER, event, WHY)
-    streams.touch(Queue.GATHER, writes=[OTHER_VALUES])
-    race = ((Queue.COMPUTE, "reads", "values"), (Queue.GATHER, "writes", "values"))
+        streams.wait(Stream.GATHER, event, WHY)
+    streams.touch(Stream.GATHER, writes=[OTHER_VALUES])
+    race = ((Stream.COMPUTE, "reads", "values"), (Stream.GATHER, "writes", "values"))
     assert raced(streams) == ([] if in_order else [race])
 
 
 def test_held_memory_is_not_given_out_again(streams):
-    streams.touch(Queue.GATHER, writes=[VALUES])
-    streams.touch(Queue.COMPUTE, writes=[OTHER_VALUES])
+    streams.touch(Stream.GATHER, writes=[VALUES])
+    streams.touch(Stream.COMPUTE, writes=[OTHER_VALUES])
     assert streams.pieces["values"] == 2
     assert not streams.races
 
 
 def test_memory_that_is_free_is_not_read(streams):
-    streams.touch(Queue.GATHER, writes=[VALUES])
+    streams.touch(Stream.GATHER, writes=[VALUES])
     streams.free(VALUES)
-    streams.touch(Queue.GATHER, reads=[VALUES])
-    assert raced(streams) == [((Queue.GATHER, "reads", "values"),)]
+    streams.touch(Stream.GATHER, reads=[VALUES])
+    assert raced(streams) == [((Stream.GATHER, "reads", "values"),)]
     assert "since it was free" in str(streams.races[0])
 
 
 def test_kinds_of_memory_do_not_mix(streams):
-    streams.touch(Queue.GATHER, writes=[VALUES])
+    streams.touch(Stream.GATHER, writes=[VALUES])
     streams.free(VALUES)
-    streams.touch(Queue.COMPUTE, writes=[GRAD])
+    streams.touch(Stream.COMPUTE, writes=[GRAD])
     assert streams.pieces == {"values": 1, "grad": 1}
     assert not streams.races
 
@@ -239,19 +239,19 @@ def test_kinds_of_memory_do_not_mix(streams):
 @pytest.mark.parametrize("in_order", [True, False])
 def test_memory_of_the_module_is_freed_after_all_that_others_do_with_it(streams, in_order):
     # The allocator may give it to the next thing that the module computes.
-    streams.touch(Queue.COMPUTE, writes=[GRAD])
-    streams.wait(Queue.REDUCE, streams.record(Queue.COMPUTE), WHY)
-    streams.touch(Queue.REDUCE, reads=[GRAD])
+    streams.touch(Stream.COMPUTE, writes=[GRAD])
+    streams.wait(Stream.REDUCE, streams.record(Stream.COMPUTE), WHY)
+    streams.touch(Stream.REDUCE, reads=[GRAD])
     if in_order:
-        streams.wait(Queue.COMPUTE, streams.record(Queue.REDUCE), WHY)
+        streams.wait(Stream.COMPUTE, streams.record(Stream.REDUCE), WHY)
     streams.free(GRAD)
-    race = ((Queue.REDUCE, "reads", "grad"), (Queue.COMPUTE, "frees", "grad"))
+    race = ((Stream.REDUCE, "reads", "grad"), (Stream.COMPUTE, "frees", "grad"))
     assert raced(streams) == ([] if in_order else [race])
 
 
 def test_freeing_free_memory_does_nothing(streams):
     streams.free(VALUES, GRAD)
-    streams.touch(Queue.COMPUTE, writes=[OTHER_GRAD])
+    streams.touch(Stream.COMPUTE, writes=[OTHER_GRAD])
     assert streams.pieces["grad"] == 1
     assert not streams.races
 
@@ -265,15 +265,15 @@ def test_operations_are_seen_with_the_memory_that_they_use(streams):
         watch.name(shard, SHARD)
         watch.name(values, VALUES)
         watch.accesses.clear()
-        streams.launch(Queue.GATHER, doing(values.view(2, 2)[1].copy_, shard), writes=[VALUES])
+        streams.launch(Stream.GATHER, doing(values.view(2, 2)[1].copy_, shard), writes=[VALUES])
         torch.add(values[:1], 1.0)
         shard.mul_(2.0)
     named = {access for access in watch.accesses if access[2] in (SHARD, VALUES)}
     assert named == {
-        (Queue.GATHER, "reads", SHARD),
-        (Queue.GATHER, "writes", VALUES),
-        (Queue.COMPUTE, "reads", VALUES),
-        (Queue.COMPUTE, "writes", SHARD),
+        (Stream.GATHER, "reads", SHARD),
+        (Stream.GATHER, "writes", VALUES),
+        (Stream.COMPUTE, "reads", VALUES),
+        (Stream.COMPUTE, "writes", SHARD),
     }
     assert len(streams.races) == 2
 
@@ -282,11 +282,11 @@ def test_operations_are_seen_with_the_memory_that_they_use(streams):
 def test_memory_goes_back_to_the_queue_that_allocated_it(streams, in_order):
     with Watch(streams):
         memory = torch.ones(8)
-        streams.wait(Queue.REDUCE, streams.record(Queue.COMPUTE), WHY)
-        streams.launch(Queue.REDUCE, doing(memory.sum))
+        streams.wait(Stream.REDUCE, streams.record(Stream.COMPUTE), WHY)
+        streams.launch(Stream.REDUCE, doing(memory.sum))
         del memory
         if in_order:
-            streams.wait(Queue.COMPUTE, streams.record(Queue.REDUCE), WHY)
+            streams.wait(Stream.COMPUTE, streams.record(Stream.REDUCE), WHY)
         torch.ones(3)
     assert len(streams.races) == (0 if in_order else 1)
 
@@ -294,8 +294,8 @@ def test_memory_goes_back_to_the_queue_that_allocated_it(streams, in_order):
 def test_host_memory_is_used_by_the_program_at_once(streams):
     with Watch(streams) as watch:
         host, grad = watch.on_host(torch.ones(2)), torch.ones(2)
-        for queue in (Queue.REDUCE, Queue.HOST):
-            streams.wait(queue, streams.record(Queue.COMPUTE), WHY)
-        streams.launch(Queue.REDUCE, doing(host.copy_, grad))
+        for queue in (Stream.REDUCE, Stream.HOST):
+            streams.wait(queue, streams.record(Stream.COMPUTE), WHY)
+        streams.launch(Stream.REDUCE, doing(host.copy_, grad))
         host.mul_(2.0)
-    assert {(race.first.queue, race.second.queue) for race in streams.races} == {(Queue.REDUCE, Queue.HOST)}
+    assert {(race.first.queue, race.second.queue) for race in streams.races} == {(Stream.REDUCE, Stream.HOST)}

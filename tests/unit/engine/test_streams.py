@@ -10,7 +10,7 @@ import torch
 from hpcfsdp import accelerator
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.progress import Finished
-from hpcfsdp.engine.streams import OWN_QUEUES, DeviceStreams, HostStreams, Queue, Wait, streams_for
+from hpcfsdp.engine.streams import OWN_STREAMS, DeviceStreams, HostStreams, Stream, Wait, streams_for
 from hpcfsdp.errors import CommunicationError, EngineError
 from tests.unit.engine import scenarios
 from tests.unit.engine.accesses import Watch
@@ -64,7 +64,7 @@ class ForgetfulStreams(HostStreams):
             super().wait(queue, event, why)
 
     def drain(self):
-        if not self._ignore(Site(None, Queue.COMPUTE, where())):
+        if not self._ignore(Site(None, Stream.COMPUTE, where())):
             super().drain()
 
 
@@ -86,7 +86,7 @@ def test_no_wait_is_missing_and_all_memory_is_declared(monkeypatch, scenario):
     streams, watch = run_recorded(scenario, monkeypatch)
     assert not streams.races, "\n".join(dict.fromkeys(map(str, streams.races)))
     for queue, verb, place in watch.accesses:
-        if place[1] == "values" or (place[1] == "shard" and queue is Queue.GATHER):
+        if place[1] == "values" or (place[1] == "shard" and queue is Stream.GATHER):
             assert {(queue, verb, place), (queue, "writes", place)} & streams.declared
 
 
@@ -124,7 +124,7 @@ class ExposedGathers(DeclaredStreams):
 
     def wait(self, queue, event, why):
         if why is Wait.VALUES_GATHERED and event is not None:
-            self.count += event.clock[Queue.COMPUTE] == self._clocks[Queue.COMPUTE][Queue.COMPUTE]
+            self.count += event.clock[Stream.COMPUTE] == self._clocks[Stream.COMPUTE][Stream.COMPUTE]
         super().wait(queue, event, why)
 
 
@@ -204,73 +204,73 @@ def failing(error):
 
 def test_what_is_done_at_once_leaves_nothing_to_wait_for():
     streams, done = HostStreams(), []
-    assert streams.launch(Queue.GATHER, done.append, lambda: done.append("end")) is None
-    assert streams.launch(Queue.GATHER, lambda async_op: Finished()) is None
+    assert streams.launch(Stream.GATHER, done.append, lambda: done.append("end")) is None
+    assert streams.launch(Stream.GATHER, lambda async_op: Finished()) is None
     assert done == [True, "end"]
-    assert streams.record(Queue.GATHER) is None
-    streams.wait(Queue.COMPUTE, None, Wait.VALUES_GATHERED)
+    assert streams.record(Stream.GATHER) is None
+    streams.wait(Stream.COMPUTE, None, Wait.VALUES_GATHERED)
 
 
 def test_work_of_one_queue_is_finished_in_order_and_other_queues_go_their_own_way():
     streams, done = HostStreams(), []
     events = [
-        streams.launch(Queue.REDUCE, work_of(done, name), lambda name=name: done.append(f"after {name}"))
+        streams.launch(Stream.REDUCE, work_of(done, name), lambda name=name: done.append(f"after {name}"))
         for name in "abc"
     ]
-    streams.launch(Queue.GATHER, work_of(done, "other"))
-    streams.wait(Queue.COMPUTE, events[1], Wait.GRADS_TAKEN)
+    streams.launch(Stream.GATHER, work_of(done, "other"))
+    streams.wait(Stream.COMPUTE, events[1], Wait.GRADS_TAKEN)
     assert done == ["a", "after a", "b", "after b"]
-    assert streams.record(Queue.REDUCE) is events[2]
-    streams.wait(Queue.COMPUTE, streams.record(Queue.REDUCE), Wait.GRADS_REDUCED)
+    assert streams.record(Stream.REDUCE) is events[2]
+    streams.wait(Stream.COMPUTE, streams.record(Stream.REDUCE), Wait.GRADS_REDUCED)
     assert done[4:] == ["c", "after c"]
-    assert streams.record(Queue.REDUCE) is None
+    assert streams.record(Stream.REDUCE) is None
 
 
 def test_what_is_done_at_once_still_comes_after_what_was_begun_before():
     streams, done = HostStreams(), []
-    streams.launch(Queue.REDUCE, work_of(done, "first"))
-    event = streams.launch(Queue.REDUCE, lambda async_op: None, lambda: done.append("second"))
+    streams.launch(Stream.REDUCE, work_of(done, "first"))
+    event = streams.launch(Stream.REDUCE, lambda async_op: None, lambda: done.append("second"))
     assert done == []
-    streams.wait(Queue.COMPUTE, event, Wait.GRADS_REDUCED)
+    streams.wait(Stream.COMPUTE, event, Wait.GRADS_REDUCED)
     assert done == ["first", "second"]
 
 
 def test_an_event_may_be_waited_for_twice():
     streams, done = HostStreams(), []
-    event = streams.launch(Queue.GATHER, work_of(done, "once"))
-    for queue in (Queue.COMPUTE, Queue.COMPUTE, Queue.HOST):
+    event = streams.launch(Stream.GATHER, work_of(done, "once"))
+    for queue in (Stream.COMPUTE, Stream.COMPUTE, Stream.HOST):
         streams.wait(queue, event, Wait.VALUES_GATHERED)
     assert done == ["once"]
 
 
 def test_errors_of_work_come_out_of_the_wait():
     streams, done = HostStreams(), []
-    streams.launch(Queue.GATHER, failing(CommunicationError("rank 1 is gone")), lambda: done.append("never"))
-    event = streams.launch(Queue.GATHER, work_of(done, "later"))
+    streams.launch(Stream.GATHER, failing(CommunicationError("rank 1 is gone")), lambda: done.append("never"))
+    event = streams.launch(Stream.GATHER, work_of(done, "later"))
     with pytest.raises(CommunicationError, match="rank 1 is gone"):
-        streams.wait(Queue.COMPUTE, event, Wait.VALUES_GATHERED)
+        streams.wait(Stream.COMPUTE, event, Wait.VALUES_GATHERED)
     assert done == []
 
 
 def test_errors_of_what_begins_work_come_out_at_once():
     streams = HostStreams()
     with pytest.raises(ZeroDivisionError):
-        streams.launch(Queue.GATHER, lambda async_op: 1 / 0)
-    assert streams.record(Queue.GATHER) is None
+        streams.launch(Stream.GATHER, lambda async_op: 1 / 0)
+    assert streams.record(Stream.GATHER) is None
 
 
 def test_draining_ends_work_and_forgets_what_was_to_follow():
     streams, done = HostStreams(), []
     events = [
         streams.launch(queue, work_of(done, queue.value), lambda: done.append("never"))
-        for queue in (Queue.GATHER, Queue.REDUCE)
+        for queue in (Stream.GATHER, Stream.REDUCE)
     ]
     streams.drain()
     assert done == ["gather", "reduce"]
     for event in events:
-        streams.wait(Queue.COMPUTE, event, Wait.GRADS_REDUCED)
+        streams.wait(Stream.COMPUTE, event, Wait.GRADS_REDUCED)
     assert done == ["gather", "reduce"]
-    assert streams.record(Queue.GATHER) is None
+    assert streams.record(Stream.GATHER) is None
 
 
 # The queues of an accelerator
@@ -343,7 +343,7 @@ def test_an_allocator_that_mixes_streams_is_refused(device, monkeypatch):
 
 def test_work_and_what_follows_it_run_on_the_stream_of_their_queue(device):
     streams = DeviceStreams(torch.device("cuda", 0))
-    for queue in (*OWN_QUEUES, Queue.COMPUTE):
+    for queue in (*OWN_STREAMS, Stream.COMPUTE):
         streams.launch(
             queue,
             lambda async_op: device.log.append(f"begin on {device.current.name}, async {async_op}"),
@@ -357,21 +357,21 @@ def test_work_and_what_follows_it_run_on_the_stream_of_their_queue(device):
 
 def test_streams_wait_on_the_device_and_the_program_by_itself(device):
     streams = DeviceStreams(torch.device("cuda", 0))
-    event = streams.record(Queue.REDUCE)
-    for queue in Queue:
+    event = streams.record(Stream.REDUCE)
+    for queue in Stream:
         streams.wait(queue, event, Wait.GRADS_REDUCED)
         streams.wait(queue, None, Wait.GRADS_REDUCED)
-    assert device.log == ["event of reduce", *(f"{queue.value} waits for reduce" for queue in Queue)]
+    assert device.log == ["event of reduce", *(f"{queue.value} waits for reduce" for queue in Stream)]
 
 
 def test_draining_a_gpu_ends_what_was_begun(device):
     DeviceStreams(torch.device("cuda", 0)).drain()
-    assert sorted(device.log) == [f"host waits for {queue.value}" for queue in OWN_QUEUES]
+    assert sorted(device.log) == [f"host waits for {queue.value}" for queue in OWN_STREAMS]
 
 
 def test_errors_of_work_on_a_gpu_leave_the_stream_as_it_was(device):
     with pytest.raises(ZeroDivisionError):
-        DeviceStreams(torch.device("cuda", 0)).launch(Queue.GATHER, lambda async_op: 1 / 0)
+        DeviceStreams(torch.device("cuda", 0)).launch(Stream.GATHER, lambda async_op: 1 / 0)
     assert device.current is device.compute
 
 

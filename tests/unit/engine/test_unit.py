@@ -77,8 +77,8 @@ def broken_off():
     layout = FlatLayout.plan([("w", (2,), ())], torch.float32, 1)
     unit = Unit("blocks.0", [FlatParam([leaf], layout, FakeCommunicator(), dtypes=lowered)])
     root = Root([unit], FakeCommunicator(), "0")
-    root.context.unshard(unit.values)
-    root.context.await_unshard(unit.values)
+    root.context.unshard(unit.unsharded_params)
+    root.context.await_unshard(unit.unsharded_params)
     root.context.reductions.enqueue(unit.grads[0])
     leaf.grad = torch.ones_like(leaf)
     root.context.reductions.move_from_leaf(unit.grads[0], 0)
@@ -97,7 +97,7 @@ def test_recover_brings_units_of_a_broken_backward_to_rest(broken_off):
     assert not root.in_backward
     assert not root.is_busy
     assert unit.is_idle
-    assert not unit.values.is_gathered
+    assert not unit.unsharded_params.is_gathered
     assert not unit.owes_grads
     assert values_bytes(unit.sharded_params[0]) == 0
     assert grad_bytes(unit.grads[0]) == 0

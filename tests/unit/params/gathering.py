@@ -1,13 +1,13 @@
 """Flat parameters gathered and freed without an engine, and the memory that they and their gradients hold."""
 
-from hpcfsdp.params.storage import Resident
+from hpcfsdp.params.storage import SharedBuffer
 
 
 def unshard(flat):
     """Collective over the shards."""
     if not flat.is_unsharded:
         flat.publish()
-        if flat.is_resident:
+        if flat.shares_gathered:
             flat.comm.labelled_barrier("unshard")
         flat.gather()
         flat.bind()
@@ -20,9 +20,9 @@ def reshard(flat):
 
 def buffer_bytes(buffer):
     """Bytes that this rank holds for gathered values, besides the shard."""
-    if isinstance(buffer, Resident):
+    if isinstance(buffer, SharedBuffer):
         return buffer.segment.numel() * buffer.segment.element_size() if buffer.is_cast else 0
-    return 0 if buffer.resident else buffer.full.untyped_storage().size()
+    return 0 if buffer.stays else buffer.full.untyped_storage().size()
 
 
 def values_bytes(flat):

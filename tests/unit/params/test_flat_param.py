@@ -17,7 +17,7 @@ def test_unshard_and_reshard_give_and_take_the_leaves_values(run_ranks, make_fla
     def body(comm):
         flat = make_flat(torch.arange(6.0).view(2, 3), comm=comm)
         assert values_bytes(flat) == 0
-        assert not flat.is_here
+        assert not flat.stays_gathered
         assert flat.parameter.tolist() == [[0, 1, 2, 3], [4, 5, 0, 0]][comm.rank]
         for _ in range(2):
             unshard(flat)
@@ -37,8 +37,8 @@ def test_unshard_and_reshard_give_and_take_the_leaves_values(run_ranks, make_fla
 
 def test_one_rank_alone_gathers_nothing_and_hides_its_values_at_rest_all_the_same(make_flat):
     flat = make_flat(torch.arange(6.0).view(2, 3))
-    assert flat.is_here
-    assert not flat.is_resident
+    assert flat.stays_gathered
+    assert not flat.shares_gathered
     assert flat.leaves[0].isnan().all()
     unshard(flat)
     assert flat.leaves[0].tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -76,8 +76,8 @@ def test_leaves_stay_the_parameters_they_were_and_their_views_are_made_once(run_
 def test_ranks_that_share_memory_have_one_copy_of_all_values_and_meet_to_use_it(run_ranks, make_flat):
     def body(comm):
         flat = make_flat(torch.arange(6.0).view(2, 3), comm=comm)
-        assert flat.is_here
-        assert flat.is_resident
+        assert flat.stays_gathered
+        assert flat.shares_gathered
         with torch.no_grad():
             flat.parameter.add_(10.0 * (comm.rank + 1))
         unshard(flat)

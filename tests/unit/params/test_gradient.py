@@ -37,7 +37,7 @@ def backward(grad, *values):
     with torch.no_grad():
         put_together(grad, values)
         reduce(grad)
-        grad.settle(grad.used)
+        grad.store(grad.used)
 
 
 def test_gradients_of_leaves_add_up_in_the_shard_and_missing_ones_count_as_zero(make_flat):
@@ -84,7 +84,7 @@ def test_one_rank_alone_does_not_communicate(make_flat):
     flat.comm.all_reduce = flat.comm.reduce_scatter_tensor = None
     buffer = put_together(grad, [(0, [1.0, 2.0, 3.0, 4.0])])
     reduce(grad)
-    grad.settle([True])
+    grad.store([True])
     assert flat.parameter.grad.data_ptr() == buffer.data_ptr()  # nothing is copied either
 
 
@@ -93,7 +93,7 @@ def test_a_buffer_that_others_will_use_is_not_kept(make_flat):
     grad = FlatGrad(flat)
     buffer = put_together(grad, [(0, [1.0, 2.0, 3.0, 4.0])])
     reduce(grad, own_buffer=False)
-    grad.settle([True])
+    grad.store([True])
     buffer.fill_(NAN)
     assert flat.parameter.grad.tolist() == [1, 2, 3, 4]
 
@@ -115,7 +115,7 @@ def test_a_gradient_is_handed_over_as_soon_as_every_leaf_has_had_one(make_flat):
     assert flat.parameter.grad is None
     reduce(grad)
     assert flat.parameter.grad.tolist() == [1] * 4 + [2] * 4
-    grad.settle([True, True])
+    grad.store([True, True])
     assert flat.parameter.grad.tolist() == [1] * 4 + [2] * 4
     assert not any(grad.used)
 
@@ -131,7 +131,7 @@ def test_gradients_that_come_before_there_is_a_buffer_wait_on_their_leaves(make_
     put_together(grad, [(2, [2.0] * 4), (1, [3.0] * 4)])
     assert not grad.has_waiting
     reduce(grad)
-    grad.settle([False, True, True])
+    grad.store([False, True, True])
     found = [flat.parameter.grad[slot.offset : slot.end].tolist() for slot in flat.layout.slots]
     assert found == [[0] * 4, [4] * 4, [2] * 4]
 
@@ -141,11 +141,11 @@ def test_unused_leaves_get_no_gradient(make_flat):
     grad = FlatGrad(flat)
     put_together(grad, [])
     reduce(grad)
-    grad.settle([False])
+    grad.store([False])
     assert flat.parameter.grad is None
     put_together(grad, [])
     reduce(grad)
-    grad.settle([True])  # another rank did
+    grad.store([True])  # another rank did
     assert flat.parameter.grad.tolist() == [0, 0, 0, 0]
 
 
@@ -244,7 +244,7 @@ def test_what_original_parameters_had_is_out_of_the_way_meanwhile(make_flat):
     flat.leaves[0].grad = torch.full((4,), 2.0)
     grad.move_from_leaf(0)
     reduce(grad)
-    grad.settle(grad.used)
+    grad.store(grad.used)
     assert [leaf.grad.tolist() for leaf in flat.leaves] == [[3] * 4, [1] * 4]
 
 
@@ -258,7 +258,7 @@ def test_gradients_come_to_original_parameters_when_these_are_at_rest(make_flat)
     assert flat.leaves[0].shape == (2, 2)
     assert flat.leaves[0].grad is None
     reshard(flat)
-    grad.settle([True])
+    grad.store([True])
     assert flat.leaves[0].grad.tolist() == [1, 2, 3, 4]
 
 

@@ -10,7 +10,7 @@ from hpcfsdp.comm.communicator import segment
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.errors import EngineError
-from hpcfsdp.params.storage import Resident, Transient, Whole, alloc_storage, data_ptr_allocated, free_storage
+from hpcfsdp.params.storage import SharedBuffer, Transient, Whole, alloc_storage, data_ptr_allocated, free_storage
 from tests.unit.params.gathering import buffer_bytes
 
 CPU = torch.device("cpu")
@@ -175,7 +175,7 @@ def test_no_memory_is_behind_meta_tensors_and_those_without_elements():
 def test_one_rank_alone_computes_with_its_shard_itself():
     shard = torch.arange(4.0)
     buffer = Whole(shard)
-    assert buffer.resident
+    assert buffer.stays
     assert buffer.gather(shard, async_op=True) is None
     assert buffer.full is shard
     buffer.free()
@@ -195,7 +195,7 @@ def test_memory_is_taken_by_the_gather_and_given_back_while_views_stay(run_ranks
             buffer.free()
             seen.append(buffer_bytes(buffer))
         assert buffer.full is full
-        assert not buffer.resident
+        assert not buffer.stays
         return seen
 
     expected = [0, (16, [0, 0, 1, 1], [1, 1]), 0, (16, [10, 10, 11, 11], [11, 11]), 0]
@@ -228,12 +228,12 @@ def test_one_rank_that_computes_in_another_dtype_copies():
 
 def test_shared_memory_holds_all_shards_as_soon_as_they_are_written(run_ranks):
     def body(comm):
-        buffer = Resident(comm, 4, torch.float32, is_cast=False)
+        buffer = SharedBuffer(comm, 4, torch.float32, is_cast=False)
         buffer.write(torch.full((2,), comm.rank + 1.0))
         comm.barrier()
         assert buffer.gather(torch.zeros(2), async_op=True) is None
         buffer.free()
-        assert (buffer.resident, buffer_bytes(buffer)) == (True, 0)
+        assert (buffer.stays, buffer_bytes(buffer)) == (True, 0)
         assert buffer.segment.data_ptr() == segment(buffer.full, comm).data_ptr()
         return buffer.full.data_ptr(), buffer.full.tolist()
 
@@ -244,7 +244,7 @@ def test_shared_memory_holds_all_shards_as_soon_as_they_are_written(run_ranks):
 
 def test_a_shard_that_is_the_segment_is_not_written_again(run_ranks):
     def body(comm):
-        buffer = Resident(comm, 4, torch.float32, is_cast=False)
+        buffer = SharedBuffer(comm, 4, torch.float32, is_cast=False)
         before = buffer.full._version
         buffer.write(buffer.segment)
         buffer.write(buffer.segment.view(-1))
@@ -255,7 +255,7 @@ def test_a_shard_that_is_the_segment_is_not_written_again(run_ranks):
 
 def test_shared_memory_of_another_dtype_is_held_besides_the_shard(run_ranks):
     def body(comm):
-        buffer = Resident(comm, 6, torch.bfloat16, is_cast=True)
+        buffer = SharedBuffer(comm, 6, torch.bfloat16, is_cast=True)
         buffer.write(torch.full((3,), 257.0))
         return buffer_bytes(buffer), buffer.segment.tolist()
 
@@ -267,7 +267,7 @@ def test_shared_memory_is_given_back_with_the_buffer(run_ranks, dtype):
     def body(comm):
         freed = []
         comm.free = freed.append
-        buffer = Resident(comm, 4, dtype, is_cast=dtype != torch.float32)
+        buffer = SharedBuffer(comm, 4, dtype, is_cast=dtype != torch.float32)
         full = buffer.full
         del buffer
         gc.collect()
