@@ -190,8 +190,8 @@ class _Savings:
         """Time every way once in each round; each loads the files that its namesake saved."""
         load = {
             RAW: self._load_raw,
-            OWN: lambda: checkpoint.load(self._path(OWN), model=self._own),
-            FRESH: lambda: checkpoint.load(self._path(OWN), model=self._own, fresh=True),
+            OWN: lambda: checkpoint.load(self._path(OWN), model=self._own, fresh=False),
+            FRESH: lambda: checkpoint.load(self._path(OWN), model=self._own),
             DCP: self._load_dcp,
             SAFETENSORS: self._load_safetensors,
         }

@@ -3,41 +3,88 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from hpcfsdp.comm.communicator import Communicator
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import CrossedCallsError, DisagreementError, HpcfsdpError, rebuild
 
+T = TypeVar("T")
+
+
+@dataclass
+class Exchange:
+    """Values that ranks exchange at the end of a ``raise_together``.
+
+    Attributes:
+        mine: this rank's, which the block sets.
+        everyone: those of all ranks, by rank, once the block has succeeded on all of them.
+    """
+
+    mine: Any = None
+    everyone: Sequence[Any] = ()
+
 
 @contextlib.contextmanager
-def raise_together(comm: Communicator | Grid) -> Iterator[None]:
+def raise_together(comm: Communicator | Grid) -> Iterator[Exchange]:
     """Collective over `comm`, at its end. If the block raises on any rank, every rank raises.
 
     The block itself must not call collectives on `comm`: a rank that fails would not take part. Ranks on which the
     block succeeded raise the error of the lowest rank that failed, and name that rank. Errors of other classes than
-    hpcfsdp's own (say an OSError) become an ``HpcfsdpError`` there.
+    hpcfsdp's own (say an OSError) become an ``HpcfsdpError`` there. Values to compare can go with the errors.
     """
     mine: Exception | None = None
+    exchange = Exchange()
     try:
-        yield
+        yield exchange
     except CrossedCallsError:  # the others are in another call: they cannot be asked
         raise
     except Exception as error:
         mine = error
-    mine_sent = None if mine is None else (type(mine).__name__, str(mine), getattr(mine, "raised_on_all_ranks", False))
-    everyone = comm.all_gather_object(mine_sent)
-    for rank, error in enumerate(everyone):
-        if error is None:
-            continue
-        kind, message, named = error
-        who = "" if named else f"rank {rank}: "  # an error that several ranks have raised together names them
-        raised = mine or rebuild(kind, f"{who}{message}")
-        if raised is not mine and type(raised) is HpcfsdpError and kind != HpcfsdpError.__name__:
-            raised = HpcfsdpError(f"{who}{kind}: {message}")
-        raised.raised_on_all_ranks = True
-        raise raised
+    everyone = comm.all_gather_object((_sent(mine), None if mine else exchange.mine))
+    for rank, (error, _) in enumerate(everyone):
+        if error is not None:
+            raise mine or _received(rank, *error)
+    exchange.everyone = [value for _, value in everyone]
+
+
+def of_rank_0(comm: Communicator, make: Callable[[], T]) -> T:
+    """Collective over `comm`. What `make` returns on rank 0, which alone calls it, or the error that it raises there.
+
+    Raises:
+        Exception: on rank 0, raised by `make`; on other ranks as from ``raise_together``.
+    """
+    mine, made = None, None
+    if comm.rank == 0:
+        try:
+            made = make()
+        except Exception as caught:
+            mine = caught
+    error, made = comm.broadcast_object((_sent(mine), made))
+    if error is not None:
+        raise mine or _received(0, *error)
+    return made
+
+
+def _sent(error: Exception | None) -> tuple[str, str, bool] | None:
+    """An error in the form in which other ranks get it; from now on it is raised on all ranks."""
+    if error is None:
+        return None
+    sent = type(error).__name__, str(error), getattr(error, "raised_on_all_ranks", False)
+    error.raised_on_all_ranks = True
+    return sent
+
+
+def _received(rank: int, kind: str, message: str, named: bool) -> Exception:
+    """The error of another rank. One that several ranks have raised together (`named`) names them."""
+    who = "" if named else f"rank {rank}: "
+    error = rebuild(kind, f"{who}{message}")
+    if type(error) is HpcfsdpError and kind != HpcfsdpError.__name__:
+        error = HpcfsdpError(f"{who}{kind}: {message}")
+    error.raised_on_all_ranks = True
+    return error
 
 
 @contextlib.contextmanager

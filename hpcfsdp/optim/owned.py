@@ -269,10 +269,11 @@ class OwnedParams:
 
     def _merged(self, mine: Mapping[str, StateInfo], empty: set[str]) -> dict[str, StateInfo]:
         """Collective over `comm`. Return the state that ranks have, by name; this rank has none of those in `empty`."""
-        with raise_together(self.control):
+        with raise_together(self.control) as exchange:
             names = [each.name for each in self.params]
             packed = RankState([], dict(mine), empty, names=names, with_shapes=True).packed()
-        gathered = allgather_state_info(self.control, packed)
+            exchange.mine = packed.digests
+        gathered = allgather_state_info(self.control, packed, exchange.everyone)
         with raise_together(self.control):
             return convert_all_state_info(gathered)
 

@@ -82,8 +82,9 @@ def names_of(path):
 
 
 def cases(comm, save):
-    """(rank, number, name of the call, those before it) for all calls of a save."""
+    """(rank, number, name of the call, those before it) for all calls of a save over an older file."""
     watched = Watched()
+    save(1)
     save(1, watched)
     everyone = comm.all_gather_object(watched.calls)
     assert all({"open", "pwritev", "fsync", "close"} <= set(calls) for calls in everyone)
@@ -110,7 +111,10 @@ def test_a_failure_in_any_call_of_any_rank_is_an_error_on_all_and_keeps_the_old_
             error = raised
         said = comm.all_gather_object(None if error is None else str(error))
         where = f"call {number} of rank {rank}, {kind}: {said}"
-        assert error is not None, where
+        if error is None:  # the parts of the old file were not found, or not removed: they stay
+            assert rank == 0 and kind in ("open", "fstat", "lseek", "preadv", "fsync", "unlink", "close"), where
+            assert value_of(path) == 2 and len(old) > 1, where
+            continue
         text = str(error).removeprefix("" if comm.rank == rank else f"rank {rank}: ")
         if "replace" in before[-3:]:  # the folder is opened, forced to the disk, closed
             in_place = rf"the new a\S*\.h5 is in place, but its name could not be .* disk: {os.strerror(code)}\. "

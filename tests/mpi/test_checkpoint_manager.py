@@ -15,6 +15,7 @@ from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.catalog import checkpoint_path
 from hpcfsdp.checkpoint.format.disk import System
+from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.manager import retention
 from hpcfsdp.checkpoint.saving import pending
 from hpcfsdp.checkpoint.saving.staging import Ring
@@ -333,7 +334,7 @@ def test_what_has_to_be_gathered_is_staged_too(world, comm, shared_path):
     with checkpoint.CheckpointManager(shared_path, asynchronous=True) as manager:
         path = manager.save(4, model=model)
         model.cut.to_local().zero_()
-    with checkpoint.reader.BlockReader(checkpoint.open_index(path)) as reader:
+    with BlockReader(checkpoint.open_index(path)) as reader:
         assert torch.equal(torch.from_numpy(reader.read("model/cut", 0, 48)), whole.view(-1))
 
 
@@ -495,7 +496,7 @@ def test_what_has_just_been_saved_stays_beside_files_of_higher_steps(comm, share
 def test_a_checkpoint_that_is_being_read_here_stays_until_it_is_not(comm, shared_path, trained):
     with checkpoint.CheckpointManager(shared_path, keep_last=1) as manager:
         first = manager.save(1, model=trained[0])
-        with checkpoint.reader.BlockReader(checkpoint.open_index(first)) as reader:
+        with BlockReader(checkpoint.open_index(first)) as reader:
             manager.save(2, model=trained[0])
             barrier(comm)
             assert first.exists()

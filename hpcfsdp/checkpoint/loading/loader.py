@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,7 +25,7 @@ from hpcfsdp.checkpoint.loading.shares import rows_needed, select_share
 from hpcfsdp.checkpoint.manager.retention import reading
 from hpcfsdp.checkpoint.saving import rng
 from hpcfsdp.checkpoint.saving.same_call import Facts, GivenPath, compare_calls
-from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.comm import Communicator, of_rank_0, raise_together
 from hpcfsdp.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -69,16 +69,16 @@ def load(
     strict: bool = True,
     names: Sequence[str] | None = None,
     verify: bool = True,
-    fresh: bool = False,
+    fresh: bool = True,
 ) -> CheckpointInfo:
     """Collective over the model's ranks. Load a checkpoint that any number of ranks wrote.
 
-    Restores parameters, buffers, the optimizer's state and hyper-parameters and the random number generators. Every
-    byte is checked against its checksum, and nothing changes before all ranks have checked theirs: tensors that are
-    loaded in place are read twice, and the ranks of a node divide the first reading among them. Tensors on the meta
-    device, all tensors of a `fresh` model and the optimizer's state, which gets new memory, are read once. With as many
-    ranks as wrote the file each continues its own random numbers; further ranks get new ones, which depend on file and
-    rank.
+    Restore parameters, buffers, the optimizer's state and hyper-parameters and the random number generators. Every byte
+    is compared with its checksum while it is read. Nothing changes if the file does not fit. If a byte is damaged or
+    the disk fails, on any rank, the error says so on all ranks, and the floating-point tensors that were to be loaded
+    are NaN on all ranks, so that nobody goes on with a part of a checkpoint; see `fresh`. The optimizer then has the
+    state that it had. With as many ranks as wrote the file each continues its own random numbers; further ranks get new
+    ones, which depend on file and rank.
 
     Args:
         path: the file to load. Ranks other than 0 may pass None.
@@ -91,11 +91,11 @@ def load(
         names: patterns for the names of the model's tensors ("blocks.0.*", see ``inspect.names.matching``): other
             tensors stay unchanged; without an optimizer the random number generators do, too. The optimizer, if given,
             must step only these tensors.
-        fresh: the model has just been made, and holds nothing to keep; the same on all ranks. Every byte is checked
-            while it is read. If a check or the disk fails on any rank, the floating-point tensors that were to be
-            loaded are NaN on all ranks, so that nobody goes on with a part of a checkpoint.
-        verify: False compares no checksums, and reads once: if the disk fails in the middle, a part of the model is
-            loaded.
+        fresh: whether the model holds nothing to keep, as one that has just been made; the same on all ranks. False
+            keeps its values if the file is damaged: all ranks check every byte before anything changes. The tensors are
+            then read twice, but for those on the meta device; the ranks of a node divide the first reading among them.
+        verify: False compares no checksums, and reads once. With ``fresh=False`` a part of the model is loaded if the
+            disk fails in the middle.
 
     Returns:
         The checkpoint's step, world size, `extra` and more.
@@ -117,7 +117,7 @@ def load(
     path = Path(compare_calls(comm, "checkpoint.load", facts)["path"].expanded)
     with reading(path), contextlib.ExitStack() as stack, torch.no_grad():
         index, reader, peers, drawing = _open_on_all_ranks(comm, stack, path, verify)
-        with raise_together(comm):
+        with raise_together(comm) as exchange:
             hold_shards(model)
             in_file, match, targets, new, grown = _match_targets(reader, index, model, names, strict, stack)
             restore = None if optimizer is None else _plan_optimizer(in_file, model, optimizer)
@@ -137,11 +137,15 @@ def load(
             once = [piece for item, new_one in zip(found, is_new, strict=True) if new_one for piece in _pieces(*item)]
             twice = [piece for item in kept for piece in _pieces(*item)]
             needed = rows_needed(index, kept, peers, comm.size)
+            exchange.mine = schema.checksum(needed)
         if verify and not fresh:
-            _check_rows(comm, reader, index, needed, peers)
-        at_stake = [tensor for tensor in targets if fresh and tensor.buffer is None]
+            alike = [rank for rank in peers if exchange.everyone[rank] == exchange.mine]
+            # To keep the data would double the memory of the model; the second read is mostly from the page cache.
+            with raise_together(comm):
+                reader.check_rows(select_share(index, needed, alike.index(comm.rank), len(alike)))
+        at_stake = [tensor for tensor in targets if fresh and tensor.buffer is None and tensor.name not in new]
         with _nan_on_failure(at_stake), raise_together(comm):
-            _read_pieces(reader, once, _SPOILT if fresh else "")
+            _read_pieces(reader, once, _SPOILT if at_stake else "")
         if not fresh:
             with raise_together(comm):
                 _read_pieces(reader, twice, _PARTLY)
@@ -180,27 +184,25 @@ def _open_on_all_ranks(
     Starts again if the file is replaced meanwhile. The third result are the ranks that share this rank's page cache,
     the fourth the random numbers that this rank continues; the index has no rows of them.
     """
+    of_ranks: rng.States = {}
+
+    def opened() -> tuple[CheckpointIndex, int]:
+        nonlocal of_ranks
+        index = open_index(path)
+        of_ranks = index.rng
+        if any(value.ndim != 2 or len(value) != index.info.world_size for value in of_ranks.values()):
+            raise CheckpointCorruptError(f"{path}: its random number states are not those of its ranks")
+        seed = schema.checksum(np.ascontiguousarray(of_ranks.get("torch_cpu", np.empty(0))))
+        # Those of thousands of ranks are too much for each of them.
+        return dataclasses.replace(index, rng={kind: value[:0] for kind, value in of_ranks.items()}), seed
+
     for _ in range(_TRIES):
-        index: CheckpointIndex | None = None
-        of_ranks: rng.States = {}
-        seed = 0
-        with raise_together(comm):
-            if comm.rank == 0:
-                index = open_index(path)
-                of_ranks = index.rng
-                if any(value.ndim != 2 or len(value) != index.info.world_size for value in of_ranks.values()):
-                    raise CheckpointCorruptError(f"{path}: its random number states are not those of its ranks")
-                seed = schema.checksum(np.ascontiguousarray(of_ranks.get("torch_cpu", np.empty(0))))
-                # Those of thousands of ranks are too much for each of them.
-                index = dataclasses.replace(index, rng={kind: value[:0] for kind, value in of_ranks.items()})
-        index, seed = comm.broadcast_object((index, seed))
+        index, seed = of_rank_0(comm, opened)
         reader = BlockReader(index, verify=verify)
-        place: Hashable = None  # it has been replaced
-        with raise_together(comm), contextlib.suppress(CheckpointReplacedError):
-            place = stack.enter_context(reader).place()
-        places = comm.all_gather_object(place)
-        if None not in places:
-            peers = [rank for rank, other in enumerate(places) if other == place]
+        with raise_together(comm) as exchange, contextlib.suppress(CheckpointReplacedError):
+            exchange.mine = stack.enter_context(reader).place()
+        if None not in exchange.everyone:
+            peers = [rank for rank, place in enumerate(exchange.everyone) if place == exchange.mine]
             states = rng.scatter(comm, index.rng, of_ranks) if index.rng else {}
             is_new = comm.rank >= index.info.world_size and "torch_cpu" in states
             return index, reader, peers, _Drawing(states, seed ^ comm.rank if is_new else None)
@@ -221,20 +223,6 @@ def _read_optimizer(reader: BlockReader, in_file: FileNames, restore: OptimizerR
     paths = [f"{schema.OPTIM_STATE}/{in_file.in_file(tensor.name)}" for tensor in restore.tensors]
     _read_pieces(reader, [piece for item in zip(paths, restore.tensors, strict=True) for piece in _pieces(*item)])
     restore.check()
-
-
-def _check_rows(
-    comm: Communicator, reader: BlockReader, index: CheckpointIndex, needed: np.ndarray, peers: Sequence[int]
-) -> None:
-    """Verifies everything before anything changes: damage must not leave a half-loaded model. Collective over `comm`.
-
-    Keeping the data would double the memory of the model; the second read is mostly served from the page cache. Ranks
-    of a node (`peers`) that need the same rows of the table of extents (`needed`) divide them.
-    """
-    digests = comm.all_gather_object(schema.checksum(needed))
-    alike = [rank for rank in peers if digests[rank] == digests[comm.rank]]
-    with raise_together(comm):
-        reader.check_rows(select_share(index, needed, alike.index(comm.rank), len(alike)))
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from hpcfsdp.checkpoint.saving.same_call import GivenPath, compare_calls
 from hpcfsdp.checkpoint.saving.staging import Ring
 from hpcfsdp.checkpoint.saving.temporary import naming_write_errors
 from hpcfsdp.checkpoint.saving.writer import make_temporary_file, save_given, writer_class
-from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.comm import Communicator, of_rank_0, raise_together
 from hpcfsdp.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -261,7 +261,7 @@ class CheckpointManager:
 
     @public_call("CheckpointManager.load_latest")
     def load_latest(
-        self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, fresh: bool = False
+        self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, fresh: bool = True
     ) -> CheckpointInfo | None:
         """Collective over the model's ranks. Loads the checkpoint of the highest step that is not damaged.
 
@@ -269,8 +269,8 @@ class CheckpointManager:
         ``passed_over``.
 
         Args:
-            model, optimizer, fresh: see ``load``. A `fresh` model that cannot be loaded from any of the files has
-                NaN in its tensors.
+            model, optimizer, fresh: see ``load``. If no file can be loaded, the model has NaN in its tensors unless
+                `fresh` is False.
 
         Returns:
             The result of ``load``; None if the folder holds no checkpoints.
@@ -282,16 +282,16 @@ class CheckpointManager:
         self._check_open()
         self.wait()
         comm = communicator_of(model)
-        found: list[Path] = []
         facts = {"directory": GivenPath(self.directory), "fresh": bool(fresh)}
         compare_calls(comm, "CheckpointManager.load_latest", lambda: facts)
-        with raise_together(comm):
-            if comm.rank == 0:
-                try:
-                    found = catalog.checkpoint_files(self.directory)
-                except OSError as error:
-                    raise CheckpointError(f"{self.directory}: the folder cannot be listed: {reason(error)}") from error
-        found = comm.broadcast_object(found)
+
+        def files() -> list[Path]:
+            try:
+                return catalog.checkpoint_files(self.directory)
+            except OSError as error:
+                raise CheckpointError(f"{self.directory}: the folder cannot be listed: {reason(error)}") from error
+
+        found = of_rank_0(comm, files)
         passed: tuple[tuple[Path, str], ...] = ()
         self.passed_over = passed
         for path in reversed(found):

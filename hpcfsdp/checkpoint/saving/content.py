@@ -30,7 +30,7 @@ from hpcfsdp.reshard.sharded_tensors import as_bytes
 from hpcfsdp.state.model import DTensorRanks, device_of, hold_shards, model_tensors, stateful_modules
 from hpcfsdp.state.optim.in_file import (
     OptimizerState,
-    local_state,
+    gather_state,
     named_groups,
     optimizer_state,
     state_elsewhere,
@@ -200,28 +200,27 @@ def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | N
         recalled = None
     if recalled is not None:
         known = recalled.known
-        with raise_together(comm):
+        with raise_together(comm) as exchange:
             small = _small_again(given, known)
-            states, leaves = _states_and_leaves(comm, given, small)
-        small |= _compared(comm, known.fingerprint, states, leaves)
+            exchange.mine, states, leaves = _to_compare(comm, given, small, known.fingerprint)
+        small |= _compared(comm, exchange.everyone, states, leaves)
         return Collected(Content(known.plan, root_attributes(given.step, comm.size), small), (), recalled)
     model, optimizer = given.model, given.optimizer
-    shown = None
+    own, gathered = None, None
     if isinstance(optimizer, StepsWholeTensors):
         with raise_together(comm):
             hold_shards(model)
-        shown = optimizer.shown_state()
-    with raise_together(comm):
+        own, gathered = gather_state(comm, model, optimizer, optimizer.shown_state())
+    elif optimizer is not None:
+        own, gathered = gather_state(comm, model, optimizer, optimizer.state)
+    with raise_together(comm) as exchange:
         hold_shards(model)
-        own = None if optimizer is None else local_state(model, optimizer, optimizer.state if shown is None else shown)
-    elsewhere = {} if own is None else state_elsewhere(comm, own)
-    with raise_together(comm):
-        state = None if own is None else optimizer_state(own, elsewhere, DTensorRanks(model))
+        state = None if own is None else optimizer_state(own, state_elsewhere(gathered), DTensorRanks(model))
         chosen, tensors, small = _tensors_and_small(given, state)
         plan = plan_save(tensors, comm.size)
-        states, leaves = _states_and_leaves(comm, given, small)
         fingerprint = plan.fingerprint()
-    small |= _compared(comm, fingerprint, states, leaves)
+        exchange.mine, states, leaves = _to_compare(comm, given, small, fingerprint)
+    small |= _compared(comm, exchange.everyone, states, leaves)
     named = [tensor for _, tensor in tensors]
     if kept is not None:
         params = None if state is None else [group["params"] for group in state.groups]
@@ -241,21 +240,25 @@ def _all_have(comm: Communicator, recalled: Recalled | None) -> bool:
 _Leaves = dict[str, dict[str, str] | None]
 
 
-def _states_and_leaves(
-    comm: Communicator, given: SaveArguments, small: Mapping[str, np.ndarray | bytes]
-) -> tuple[rng.States, _Leaves]:
-    """States of random number generators, and the values to compare over ranks."""
-    return rng.capture(device_of(given.model)), _leaves(given, small) if comm.size > 1 else {}
+_Compared = tuple[str, dict[str, str | None], str]
+"""Of a rank: the plan's fingerprint, digests of its values, and one of the kinds of its generators. It does not grow
+with the number of tensors."""
 
 
-def _compared(comm: Communicator, fingerprint: str, states: rng.States, leaves: _Leaves) -> dict[str, np.ndarray]:
-    """Compares plans and values over ranks; the datasets of all ranks' generators, on rank 0. Collective over `comm`.
-
-    What all ranks gather does not grow with the number of tensors.
-    """
+def _to_compare(
+    comm: Communicator, given: SaveArguments, small: Mapping[str, np.ndarray | bytes], fingerprint: str
+) -> tuple[_Compared, rng.States, _Leaves]:
+    """What ranks exchange to be compared, the states of random number generators, and all values by their places."""
+    states, leaves = rng.capture(device_of(given.model)), _leaves(given, small) if comm.size > 1 else {}
     kinds = [(kind, str(value.dtype), value.shape) for kind, value in sorted(states.items())]
     digests = {part: None if found is None else digest_of(sorted(found.items())) for part, found in leaves.items()}
-    everyone = comm.all_gather_object((fingerprint, digests, digest_of(kinds)))
+    return (fingerprint, digests, digest_of(kinds)), states, leaves
+
+
+def _compared(
+    comm: Communicator, everyone: Sequence[_Compared], states: rng.States, leaves: _Leaves
+) -> dict[str, np.ndarray]:
+    """Compare plans and values of all ranks; the datasets of their generators, on rank 0. Collective over `comm`."""
     for place, name in (
         (0, "the plan of the checkpoint (the tensors of model and optimizer)"),
         (2, "the kind of random number generators (of the device)"),

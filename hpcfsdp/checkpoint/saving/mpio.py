@@ -49,17 +49,16 @@ class MpioWriter(PosixWriter):
                 "bytes"
             )
 
-    def begin(self) -> None:
-        """Makes the file on rank 0: HDF5's metadata, and room for the tensors."""
-        super().begin()
-        with raise_together(self._comm), naming_write_errors(self._temporary.path):
-            if self._metadata_image is not None:
-                with self._temporary.opened() as fd:
-                    # Where a collective write fails on one rank, some MPI libraries leave the others waiting.
-                    disk.reserve(fd, self._metadata_image.nbytes)
-                    for begin, data in self._metadata_image.regions:
-                        disk.write(fd, [memoryview(data)], begin)
-                    disk.sync(fd)  # another node's HDF5 reads it
+    def _make(self) -> Sequence[int]:
+        """Make the file: HDF5's metadata, and room for the tensors."""
+        offsets = super()._make()
+        with naming_write_errors(self._temporary.path), self._temporary.opened() as fd:
+            # Where a collective write fails on one rank, some MPI libraries leave the others waiting.
+            disk.reserve(fd, self._metadata_image.nbytes)
+            for begin, data in self._metadata_image.regions:
+                disk.write(fd, [memoryview(data)], begin)
+            disk.sync(fd)  # another node's HDF5 reads it
+        return offsets
 
     def write(self, tensors: Sequence[StateTensor]) -> None:
         """Writes this rank's blocks and syncs them. `tensors` are in the plan's order.

@@ -56,10 +56,9 @@ def compare_calls(comm: Communicator, call: str, facts: Callable[[], Facts]) -> 
     Args:
         call: its public name, as "checkpoint.save".
     """
-    mine: Facts = {}
-    with raise_together(comm):
-        mine = facts()
-    everyone: list[tuple[str, Facts]] = comm.all_gather_object((call, mine))
+    with raise_together(comm) as exchange:
+        exchange.mine = call, facts()
+    everyone: Sequence[tuple[str, Facts]] = exchange.everyone
     calls = [name for name, _ in everyone]
     if len(set(calls)) > 1:
         ranks_of = {name: [rank for rank, other in enumerate(calls) if other == name] for name in calls}

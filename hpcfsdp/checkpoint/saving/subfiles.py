@@ -16,7 +16,6 @@ import torch
 
 from hpcfsdp import env
 from hpcfsdp.checkpoint.format import disk, schema
-from hpcfsdp.checkpoint.format.footer import Footer
 from hpcfsdp.checkpoint.format.metadata import MetadataImage, Source, build_metadata_image
 from hpcfsdp.checkpoint.format.parts import part_path
 from hpcfsdp.checkpoint.format.schema import TensorSpec
@@ -24,7 +23,7 @@ from hpcfsdp.checkpoint.saving.content import Content
 from hpcfsdp.checkpoint.saving.plan import SavePlan
 from hpcfsdp.checkpoint.saving.temporary import BlockWriter, BytesOf, TemporaryFile, extent_rows, naming_write_errors
 from hpcfsdp.checkpoint.saving.writer import PosixWriter
-from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.comm import Communicator, of_rank_0, raise_together
 from hpcfsdp.launch.topology import Topology
 
 LEAST_BYTES = 1 << 16
@@ -119,7 +118,6 @@ class SubfilesWriter(PosixWriter):
         self._part_temporary = None if self._own is None else TemporaryFile(self._paths[self._own], temporary.token)
         self._part_metadata_image: MetadataImage | None = None
         self._part_offsets: list[np.ndarray] = []
-        self._footers: list[Footer] = []
 
     def begin(self) -> None:
         """Makes the checkpoint on rank 0 and the parts on their leaders, all holes; exchanges the places of tensors."""
@@ -177,19 +175,20 @@ class SubfilesWriter(PosixWriter):
         # The checksums of other nodes are 0 on ranks that do not write them.
         sums = [own.tobytes() or bytes(8 * count) for own, count in zip(everyone, counts.tolist(), strict=True)]
         rows = extent_rows(self._content.plan, self._offsets, sums)
-        footer: Footer | None = None
-        with raise_together(comm), naming_write_errors(path):
+        with raise_together(comm) as exchange, naming_write_errors(path):
             if self._leads:
                 footer = self._part_temporary.commit(self._part_metadata_image, self._rows_of(self._own, rows))
-        footers = comm.all_gather_object(None if footer is None else (footer.file_bytes, footer.digest))
-        with raise_together(comm), naming_write_errors(path):
-            if self._metadata_image is not None:
+                exchange.mine = footer.file_bytes, footer.digest
+
+        def commit() -> None:
+            with naming_write_errors(path):
                 for number, part in enumerate(self._parts):
                     rows["file"][part.blocks] = number + 1
                     rows["byte_offset"][part.blocks] = self._rows_of(number, rows)["byte_offset"]
-                self._temporary.commit(
-                    self._metadata_image, rows, self._table([footers[leader] for leader in self._leaders])
-                )
+                table = self._table([exchange.everyone[leader] for leader in self._leaders])
+                self._temporary.commit(self._metadata_image, rows, table)
+
+        of_rank_0(comm, commit)
 
     def discard(self) -> None:
         """Removes the files, except parts that a renamed checkpoint may need. Not collective."""

@@ -20,7 +20,7 @@ from hpcfsdp.checkpoint.saving.content import Content, Metrics, SaveArguments, b
 from hpcfsdp.checkpoint.saving.plan import SavePlan
 from hpcfsdp.checkpoint.saving.same_call import Facts, GivenPath, Rank0Value, compare_calls
 from hpcfsdp.checkpoint.saving.temporary import BlockWriter, BytesOf, TemporaryFile, extent_rows, naming_write_errors
-from hpcfsdp.comm import Communicator, raise_together
+from hpcfsdp.comm import Communicator, of_rank_0, raise_together
 from hpcfsdp.errors import CheckpointError, nearest
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.state.model import communicator_of
@@ -159,12 +159,14 @@ class PosixWriter:
 
     def begin(self) -> None:
         """Makes the file on rank 0, all holes, and broadcasts the places of tensors."""
-        with raise_together(self._comm), naming_write_errors(self._temporary.path):
-            if self._comm.rank == 0:
-                self._metadata_image = self._content.metadata_image()
-                self._temporary.create(self._metadata_image.nbytes)
-                self._offsets = self._metadata_image.offsets
-        self._offsets = self._comm.broadcast_object(self._offsets)
+        self._offsets = of_rank_0(self._comm, self._make)
+
+    def _make(self) -> Sequence[int]:
+        """Make the file; the places of tensors. On rank 0."""
+        with naming_write_errors(self._temporary.path):
+            self._metadata_image = self._content.metadata_image()
+            self._temporary.create(self._metadata_image.nbytes)
+        return self._metadata_image.offsets
 
     def write(self, tensors: Sequence[StateTensor]) -> None:
         """Writes this rank's blocks and syncs them; `tensors` are in the plan's order.
@@ -174,21 +176,21 @@ class PosixWriter:
         comm, temporary, plan = self._comm, self._temporary, self._content.plan
         own = plan.blocks_of(comm.rank)
         self._sums = np.zeros(len(own), np.uint64)
-        places = places_by_buffer(plan, tensors, own)
+        places, all_buffers = places_by_buffer(plan, tensors, own), buffers_of(tensors)
         with contextlib.ExitStack() as stack:
-            with raise_together(comm), naming_write_errors(temporary.path):
-                write, sync = stack.enter_context(self._opened(bytes_in_memory(plan, tensors)))
-                first = places.get(None, [])
-                self._sums[first] = write(own[first])
-            for buffer in buffers_of(tensors):
-                buffer.gather()
+            for buffer in (None, *all_buffers):
+                if buffer is not None:
+                    buffer.gather()
                 with raise_together(comm), naming_write_errors(temporary.path):
+                    if buffer is None:
+                        write, sync = stack.enter_context(self._opened(bytes_in_memory(plan, tensors)))
                     now = places.get(buffer, [])
                     self._sums[now] = write(own[now])
-                buffer.free()
-            with raise_together(comm), naming_write_errors(temporary.path):
-                sync()
-                stack.close()
+                    if buffer is (all_buffers[-1] if all_buffers else None):
+                        sync()
+                        stack.close()
+                if buffer is not None:
+                    buffer.free()
 
     @contextlib.contextmanager
     def _opened(self, bytes_of: BytesOf) -> Iterator[tuple[Callable[[np.ndarray], np.ndarray], Callable[[], None]]]:
@@ -200,9 +202,12 @@ class PosixWriter:
     def finish(self) -> None:
         """Commits the file, which then has its name."""
         everyone = gather_sums(self._comm, self._content.plan, self._sums)
-        with raise_together(self._comm), naming_write_errors(self._temporary.path):
-            if self._metadata_image is not None:
+
+        def commit() -> None:
+            with naming_write_errors(self._temporary.path):
                 self._temporary.commit(self._metadata_image, extent_rows(self._content.plan, self._offsets, everyone))
+
+        of_rank_0(self._comm, commit)
 
     def discard(self) -> None:
         """Removes the file. Not collective."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hpcfsdp.comm import Communicator
+from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.output.profile import Phase, profile
@@ -108,7 +108,7 @@ class RankState:
     order: Sequence[Any] = ()
 
     def packed(self) -> PackedState:
-        """Return the form in which it is sent. Errors that a user's own values raise when pickled are raised here."""
+        """Return the form in which it is sent."""
         names = sorted({*self.states, *self.empty}) if self.names is None else list(self.names)
         places: dict[bytes, int] = {}
         infos: list[StateInfo] = []
@@ -124,6 +124,7 @@ class RankState:
         kinds = {name: info.kinds(with_shapes=True) for name, info in self.unsharded.items()}
         return PackedState(
             parts={"groups": self.groups, "names": names, "unsharded": self.unsharded},
+            kinds=list(places),
             infos=infos,
             codes=codes,
             digests={
@@ -132,13 +133,6 @@ class RankState:
                 "states": digest((list(places), codes.tobytes())),
                 "unsharded": digest(kinds),
                 "order": digest(self.order),
-            },
-            texts={
-                "groups": pickle.dumps(self.groups),
-                "names": pickle.dumps(names),
-                "states": pickle.dumps(([*zip(places, map(pickle.dumps, infos), strict=True)], codes)),
-                "unsharded": pickle.dumps(self.unsharded),
-                "order": b"",  # enough that it differs
             },
             with_shapes=self.with_shapes,
         )
@@ -152,19 +146,32 @@ class PackedState:
 
     Attributes:
         parts: groups, names and unsharded state, as they are.
-        infos: the different states of sharded parameters.
+        kinds: digests of the different states of sharded parameters.
+        infos: these states.
         codes: int32, for each name the place of its state in `infos`, or the reason why there is none.
         digests: of each part; those of equal parts are equal.
-        texts: pickles of each part.
         with_shapes: see ``RankState``.
     """
 
     parts: dict[str, Any]
+    kinds: list[bytes]
     infos: list[StateInfo]
     codes: np.ndarray
     digests: dict[str, bytes]
-    texts: dict[str, bytes]
     with_shapes: bool
+
+    def text(self, part: str) -> bytes:
+        """The pickle of a part. Raises what a user's own values raise when they are pickled."""
+        if part == "order":
+            return b""  # enough that it differs
+        if part == "states":
+            return pickle.dumps((self.table, self.codes))
+        return pickle.dumps(self.parts[part])
+
+    @property
+    def table(self) -> list[tuple[bytes, bytes]]:
+        """The different states: their digests and pickles."""
+        return [*zip(self.kinds, map(pickle.dumps, self.infos), strict=True)]
 
 
 class GatheredState:
@@ -228,7 +235,11 @@ class GatheredState:
 
     def _states_of(self, rank: int) -> tuple[list[tuple[bytes, bytes]], np.ndarray]:
         sent = self._received[rank].get("states")
-        return _unpickled(rank, self._mine.texts["states"] if sent is None else zlib.decompress(sent))
+        return self._own_states if sent is None else _unpickled(rank, zlib.decompress(sent))
+
+    @cached_property
+    def _own_states(self) -> tuple[list[tuple[bytes, bytes]], np.ndarray]:
+        return self._mine.table, self._mine.codes
 
     def _by_rank(self, part: str) -> list[Any]:
         if part not in self._received[0]:
@@ -250,20 +261,26 @@ def _unpickled(rank: int, text: bytes) -> Any:
         ) from error
 
 
-def allgather_state_info(ranks: Communicator | Grid, mine: PackedState) -> GatheredState:
+def allgather_state_info(
+    ranks: Communicator | Grid, mine: PackedState, digests: Sequence[Mapping[str, bytes]] | None = None
+) -> GatheredState:
     """Collective over `ranks`. Return the states of all ranks.
 
     Ranks exchange hashes, and then the parts that differ: with flat parameters usually none, with original parameters
     the states, as ranks have shards of different ones.
+
+    Args:
+        digests: of all ranks, where they have exchanged them already.
     """
     with profile(Phase.OBJECT_GATHER):
-        digests = ranks.all_gather_object(mine.digests)
+        digests = digests or ranks.all_gather_object(mine.digests)
         differing = [part for part in mine.digests if len({each[part] for each in digests}) > 1]
         if not differing:
             return GatheredState(mine, [{}] * ranks.size)
         # Names are much alike, and so are the codes of consecutive parameters.
-        texts = {part: zlib.compress(mine.texts[part]) for part in differing}
-        return GatheredState(mine, ranks.all_gather_object(texts))
+        with raise_together(ranks) as exchange:
+            exchange.mine = {part: zlib.compress(mine.text(part)) for part in differing}
+        return GatheredState(mine, exchange.everyone)
 
 
 def convert_all_state_info(gathered: GatheredState) -> dict[str, StateInfo]:

@@ -13,8 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictError
-from hpcfsdp.state.model import DTensorRanks
-from hpcfsdp.state.optim.compare import StateInfo, allgather_state_info, check_same_groups, convert_all_state_info
+from hpcfsdp.state.model import DTensorRanks, hold_shards
+from hpcfsdp.state.optim.compare import (
+    GatheredState,
+    StateInfo,
+    allgather_state_info,
+    check_same_groups,
+    convert_all_state_info,
+)
 from hpcfsdp.state.optim.keys import FSDPParamInfo, StepsWholeTensors, rekey_sharded_optim_state_dict, with_params
 from hpcfsdp.state.optim.load import allocate_optim_state
 from hpcfsdp.state.optim.load_plan import LoadPlan, flatten_zero_dim_tensor_optim_state
@@ -92,20 +98,33 @@ def local_state(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
         return LocalOptimState(model, optimizer, {"state": state, "param_groups": groups}, in_file=True)
 
 
-def state_elsewhere(comm: Communicator, own: LocalOptimState) -> dict[str, StateInfo]:
-    """Collective over `comm`. Return the state of original parameters on the ranks that have elements of them.
+def gather_state(
+    comm: Communicator, model: nn.Module, optimizer: torch.optim.Optimizer, states: States
+) -> tuple[LocalOptimState, GatheredState | None]:
+    """Collective over `comm`. As ``local_state``, and what ranks hold of original parameters, if the model has any."""
+    with raise_together(comm) as exchange:
+        hold_shards(model)
+        own, packed = local_state(model, optimizer, states), None
+        flats = [info for info in own.infos.values() if info.flat.use_orig_params]
+        if any(info.comm.size > 1 or info.mesh.tensor for info in flats):
+            packed = own.to_message().packed()
+            exchange.mine = packed.digests
+    if packed is None or None in exchange.everyone:  # ranks with other models: their plans will differ
+        return own, None
+    return own, allgather_state_info(comm, packed, exchange.everyone)
+
+
+def state_elsewhere(gathered: GatheredState | None) -> dict[str, StateInfo]:
+    """Not collective. Return the state of original parameters on the ranks that have elements of them.
 
     A rank without elements of a parameter does not step it. To write with others, it needs to know their state.
 
     Raises:
         CheckpointError: ranks have different state of one parameter.
     """
-    if not any(info.flat.use_orig_params and (info.comm.size > 1 or info.mesh.tensor) for info in own.infos.values()):
+    if gathered is None:
         return {}
-    with raise_together(comm):
-        mine = own.to_message().packed()
-    gathered = allgather_state_info(comm, mine)
-    with raise_together(comm), _errors_as(CheckpointError):
+    with _errors_as(CheckpointError):
         check_same_groups(gathered)
         return convert_all_state_info(gathered)
 

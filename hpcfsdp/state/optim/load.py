@@ -213,7 +213,7 @@ def optim_state_dict_to_load(
         if rank0_only:
             with profile(Phase.OBJECT_GATHER):
                 optim_state_dict = broadcast_processed_state(ranks, optim_state_dict)
-        with profile(Phase.PREPROCESSING), raise_together(ranks):
+        with profile(Phase.PREPROCESSING), raise_together(ranks) as exchange:
             plan = LoadPlan(
                 model, optim, optim_state_dict or {}, optim_input, is_named_optimizer=is_named_optimizer, strict=strict
             )
@@ -223,7 +223,8 @@ def optim_state_dict_to_load(
                     stacklevel=4,
                 )
             packed = plan.to_message().packed()
-        gathered = allgather_state_info(ranks, packed)
+            exchange.mine = packed.digests
+        gathered = allgather_state_info(ranks, packed, exchange.everyone)
         with raise_together(ranks):
             check_same_groups(gathered)
             convert_all_state_info(gathered)

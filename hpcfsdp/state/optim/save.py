@@ -342,7 +342,7 @@ def optim_state_dict(
         assert_same(ranks, form, "the kind of state dict, see state_dict_type,")
         if optim_state_dict is None and isinstance(optim, StepsWholeTensors):
             optim_state_dict = optim.state_dict()  # a collective
-        with profile(Phase.PREPROCESSING), raise_together(ranks):
+        with profile(Phase.PREPROCESSING), raise_together(ranks) as exchange:
             if optim_state_dict is None and optim is not None:
                 optim_state_dict = optim.state_dict()
             own = LocalOptimState(model, optim, optim_state_dict, optim_input)
@@ -350,7 +350,8 @@ def optim_state_dict(
                 own.check_is_first()
             message = own.to_message()
             packed = message.packed()
-        gathered = allgather_state_info(ranks, packed)
+            exchange.mine = packed.digests
+        gathered = allgather_state_info(ranks, packed, exchange.everyone)
         with raise_together(ranks):
             check_same_groups(gathered)
             merged = convert_all_state_info(gathered)

@@ -327,7 +327,7 @@ def test_a_damaged_block_is_named_and_nothing_changes(tmp_path, make_model, trai
     train_steps(model, optimizer, 1)
     before, generator = snapshot(model, optimizer), torch.get_rng_state()
     with pytest.raises(CheckpointCorruptError) as caught:
-        checkpoint.load(path, model=model, optimizer=optimizer)
+        checkpoint.load(path, model=model, optimizer=optimizer, fresh=False)
     assert str(caught.value) == (
         f"{path}: damaged: elements 0 to {row['numel']} of {damaged} (written by rank 0, bytes from "
         f"{row['byte_offset']}) do not have their checksum"

@@ -435,6 +435,48 @@ def test_an_error_of_one_rank_is_every_ranks_error(tmp_path, run_ranks, failing,
     assert_kept(path)
 
 
+COLLECTIVES = ("all_gather_object", "broadcast_object", "all_gather", "all_reduce", "gather", "scatter", "all_to_all")
+
+
+def count_collectives(comm):
+    """The names of all calls from now on; in each other, the outer one alone."""
+    made, inside = [], []
+    for name in COLLECTIVES:
+        real = getattr(comm, name)
+
+        def counted(*arguments, name=name, real=real, **options):
+            made.extend([] if inside else [name])
+            inside.append(name)
+            try:
+                return real(*arguments, **options)
+            finally:
+                inside.pop()
+
+        setattr(comm, name, counted)
+    return made
+
+
+@pytest.mark.parametrize(("original", "optimizer", "most"), [(False, False, 3), (False, True, 4), (True, True, 5)])
+def test_a_save_takes_few_collectives(tmp_path, run_ranks, original, optimizer, most):
+    """Each exchange of objects is two. With original parameters, ranks may hold state of different ones."""
+
+    def body(comm):
+        model = FullyShardedDataParallel(nn.Linear(6, 5), process_group=comm, use_orig_params=original)
+        adam = torch.optim.Adam(model.parameters()) if optimizer else None
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        if optimizer:
+            adam.step()
+        made = count_collectives(comm)
+        checkpoint.save(tmp_path / "a.h5", model=model, optimizer=adam)
+        return made
+
+    for made in run_ranks(2, body):
+        assert made.count("all_gather_object") <= most
+        assert sorted(set(made)) == ["all_gather_object", "broadcast_object", "gather"]
+        assert made.count("broadcast_object") == made.count("gather") == 2
+
+
 @pytest.mark.parametrize("number", [1, 2, 3, 5])
 def test_every_rank_writes_its_share_and_the_file_is_the_same(tmp_path, run_ranks, number):
     path = tmp_path / "a.h5"

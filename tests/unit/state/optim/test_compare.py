@@ -266,8 +266,8 @@ def test_a_part_is_sent_only_if_ranks_have_different_ones(run_ranks, part):
         return ranks.sent, allgather_state_info(ranks, mine(comm.rank).packed())
 
     for rank, (sent, found) in enumerate(run_ranks(3, body)):
-        assert [*sent[1]] == [part]
-        assert sent[1][part] == zlib.compress(mine(rank).packed().texts[part])
+        assert [*sent[1][1]] == [part]
+        assert sent[1][1][part] == zlib.compress(mine(rank).packed().text(part))
         assert found.groups == [mine(rank).groups for rank in range(3)]
         assert found.unsharded == [mine(rank).unsharded for rank in range(3)]
         names, infos, codes = found.states
@@ -286,7 +286,7 @@ def test_the_state_of_many_parameters_is_described_once():
         held = names[rank * 100 : rank * 100 + count]
         return RankState([], {name: StateInfo.of(state) for name in held}, set(names) - set(held), names=names)
 
-    few, many = (len(zlib.compress(of(3, count).packed().texts["states"])) for count in (1, 5000))
+    few, many = (len(zlib.compress(of(3, count).packed().text("states"))) for count in (1, 5000))
     assert many - few < 100
     found = convert_all_state_info(gathered_of(of(0, 5000), of(50, 5000)))
     assert list(found) == names
@@ -316,7 +316,7 @@ def test_what_a_rank_cannot_unpickle_is_an_error_that_names_the_one_which_has_it
 def gathered_of(*of_ranks):
     """What is known when ranks have told each other, some parts or, as here, all of them."""
     packed = [state.packed() for state in of_ranks]
-    return GatheredState(packed[0], [{part: zlib.compress(text) for part, text in one.texts.items()} for one in packed])
+    return GatheredState(packed[0], [{part: zlib.compress(one.text(part)) for part in one.digests} for one in packed])
 
 
 def gathered(*states, empty=(), with_shapes=False):

@@ -34,7 +34,8 @@ def optimizer_state(model, optimizer, elsewhere=None):
 
 
 def state_elsewhere(comm, model, optimizer):
-    return in_file.state_elsewhere(comm, local_state(model, optimizer, optimizer.state))
+    _, gathered = in_file.gather_state(comm, model, optimizer, optimizer.state)
+    return in_file.state_elsewhere(gathered)
 
 
 def test_parameters_of_a_plain_model_stand_under_their_names():
