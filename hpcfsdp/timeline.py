@@ -40,7 +40,7 @@ def has_come(mark: Mark) -> bool:
 
 
 @dataclass
-class Stretch:
+class Interval:
     """The time between two moments, of one or several steps.
 
     Attributes:
@@ -103,7 +103,7 @@ class Recorder:
         self._open: dict[tuple[str, str], Mark] = {}  # the phases that units are in
         self._paused = False
         self._depth = 0
-        self._stretch = Stretch(self.now())
+        self._interval = Interval(self.now())
 
     def now(self, stream: torch.Stream | None = None) -> Mark:
         """This moment: on a device, when all work on `stream` up to here is done, by default the compute queue."""
@@ -112,12 +112,12 @@ class Recorder:
 
     # Steps
 
-    def end_stretch(self) -> Stretch:
-        """End a stretch here, and begin the next one."""
+    def end_interval(self) -> Interval:
+        """End an interval here, and begin the next one."""
         if self.is_timed:
             self._compute = accelerator.current_stream(self.device)
-        ended, self._stretch = self._stretch, Stretch(self.now())
-        ended.end = self._stretch.begin
+        ended, self._interval = self._interval, Interval(self.now())
+        ended.end = self._interval.begin
         return ended
 
     @contextlib.contextmanager
@@ -131,7 +131,7 @@ class Recorder:
             yield
         finally:
             self._paused = False
-            self._stretch.pauses.append((begin, self.now()))
+            self._interval.pauses.append((begin, self.now()))
 
     def pop_most_gathered(self) -> int:
         """The most bytes of gathered values at a time since the last call."""
@@ -199,9 +199,9 @@ class Recorder:
     def _add_wait(self, begin: Mark, end: Mark) -> None:
         if self._paused:
             return
-        self._stretch.waits.append((begin, end))
-        if not self.is_timed or len(self._stretch.waits) > _MOST_KEPT:
-            self._stretch.add_up()
+        self._interval.waits.append((begin, end))
+        if not self.is_timed or len(self._interval.waits) > _MOST_KEPT:
+            self._interval.add_up()
 
 
 recorder: Recorder | None = None

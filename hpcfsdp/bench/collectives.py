@@ -89,15 +89,15 @@ class _Buffers:
         segment(self.shared_gathered, self.comm).fill_(1)
 
     def copy(self) -> None:
-        """As many bytes as an all-gather moves."""
+        """Move as many bytes as an all-gather does."""
         self.other.copy_(self.full)
 
     def reduce(self) -> None:
-        """As many bytes as a reduce-scatter moves."""
+        """Move as many bytes as a reduce-scatter does."""
         reduce_into(self.shard, self.segments, "sum", torch.float32)
 
     def reduce_and_copy(self) -> None:
-        """As many bytes as an all-reduce moves: each rank reduces a segment, and copies the others."""
+        """Move as many bytes as an all-reduce does: each rank reduces a segment, and copies the others."""
         self.reduce()
         numel = self.full.numel() - self.shard.numel()
         self.other[:numel].copy_(self.full[:numel])
@@ -110,7 +110,7 @@ class _Buffers:
 def _competitors(
     world: World, gloo: Any, b: _Buffers
 ) -> list[tuple[str, Callable[[], object] | None, dict[str, Callable[[], object]]]]:
-    """Name, the same work in private memory, and the ways to do it."""
+    """Return each collective with the same work in private memory, and the ways to do it."""
     from mpi4py import MPI
 
     host, mpi = world.host, world.comm

@@ -204,7 +204,7 @@ def _cells(doing: Activity) -> Sequence[str]:
 
 
 def _about(ranks: int, imagined: bool, device: torch.device, shape: dict[str, int], dtype: str, repeats: int) -> str:
-    """A line for the table: when, on what, and of what size."""
+    """Return a line for the table: when, on what, and of what size."""
     hardware = accelerator.describe(device)
     versions = [f"{name} {version}" for name, version in accelerator.versions(device).items()]
     with torch.device("meta"):
@@ -219,7 +219,7 @@ def _about(ranks: int, imagined: bool, device: torch.device, shape: dict[str, in
     )
 
 
-Interval = tuple[float, float]
+TimeRange = tuple[float, float]
 """Begin and end of a piece of work."""
 _STEPS = "hpcfsdp steps"
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -249,9 +249,9 @@ class Activity:
     idle_s: float
 
 
-def merged(spans: Iterable[Interval]) -> list[Interval]:
+def merged(spans: Iterable[TimeRange]) -> list[TimeRange]:
     """Return the time that is in any of the intervals, as intervals in order that do not meet."""
-    found: list[Interval] = []
+    found: list[TimeRange] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
             found[-1] = found[-1][0], max(found[-1][1], end)
@@ -260,12 +260,12 @@ def merged(spans: Iterable[Interval]) -> list[Interval]:
     return found
 
 
-def length(spans: Iterable[Interval]) -> float:
+def length(spans: Iterable[TimeRange]) -> float:
     """Return how much time is in any of the intervals."""
     return sum(end - begin for begin, end in merged(spans))
 
 
-def exposed(spans: Sequence[Interval], others: Sequence[Interval]) -> float:
+def exposed(spans: Sequence[TimeRange], others: Sequence[TimeRange]) -> float:
     """Return how much time is in any of the intervals, and in none of the others."""
     return length([*spans, *others]) - length(others)
 
@@ -304,7 +304,7 @@ def activity(events: Iterable[Mapping[str, Any]], steps: int) -> Activity | None
 
 
 def traced(step: Callable[[], object], steps: int, device: torch.device) -> Activity | None:
-    """Profile steps. None where the profiler gives no times of kernels on the device."""
+    """Profile steps. Return None where the profiler gives no times of kernels on the device."""
     accelerator.synchronize(device)
     with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
         with torch.profiler.record_function(_STEPS):
@@ -317,5 +317,5 @@ def traced(step: Callable[[], object], steps: int, device: torch.device) -> Acti
         return activity(json.loads(path.read_text())["traceEvents"], steps)
 
 
-def _interval(event: Mapping[str, Any]) -> Interval:
+def _interval(event: Mapping[str, Any]) -> TimeRange:
     return event["ts"], event["ts"] + event["dur"]

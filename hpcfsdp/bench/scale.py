@@ -234,7 +234,7 @@ def main(*, ranks: int, rank: int, layers: int, width: int, folder: str, repeats
         warnings.simplefilter("ignore")  # types of state dicts are deprecated
         _state_dicts(phases, model, optimizer)
     _checkpoints(phases, comm, model, optimizer, Path(folder, "step.h5"))
-    _rows(phases, comm, make_model(layers, width), ids)
+    _fully_shard(phases, comm, make_model(layers, width), ids)
     print(json.dumps(phases.costs), flush=True)
 
 
@@ -280,8 +280,8 @@ def _checkpoints(
     phases("load", lambda: checkpoint.load(path, model=model, optimizer=optimizer))
 
 
-def _rows(phases: _Phases, comm: ImaginedCommunicator, model: nn.Module, ids: torch.Tensor) -> None:
-    """The same with ``fully_shard``, where it differs."""
+def _fully_shard(phases: _Phases, comm: ImaginedCommunicator, model: nn.Module, ids: torch.Tensor) -> None:
+    """Measure ``fully_shard`` where it differs."""
     phases("fully_shard the model", lambda: shard_rows(model, Block, comm), once=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     step = _step_of(model, optimizer, ids)

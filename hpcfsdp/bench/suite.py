@@ -138,7 +138,7 @@ def _run(command: Sequence[str]) -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """This machine: processor, cores, memory in bytes, accelerators."""
+    """Return this machine: processor, cores, memory in bytes, accelerators."""
     found: dict[str, Any] = {
         "host": env.host_name(),
         "processor": _processor(),
@@ -153,7 +153,7 @@ def hardware() -> dict[str, Any]:
 
 
 def software() -> dict[str, str]:
-    """Versions of hpcfsdp, of what it stands on, and of safetensors, a peer."""
+    """Return versions of hpcfsdp, of what it stands on, and of safetensors, a peer."""
     found = {name: version for name, version in versions().items() if version}
     with contextlib.suppress(metadata.PackageNotFoundError):
         found["safetensors"] = metadata.version("safetensors")
@@ -169,7 +169,7 @@ def _processor() -> str:
 
 
 def about(found: Mapping[str, Any]) -> str:
-    """A line about a run: when, on what, with which software."""
+    """Return a line about a run: when, on what, with which software."""
     machine = found["hardware"]
     text = f"{found['date'][:10]}: {machine['processor']}, {machine['cores']} cores, "
     text += f"{machine['memory_bytes'] / (1 << 30):.0f} GiB"
@@ -180,14 +180,14 @@ def about(found: Mapping[str, Any]) -> str:
 
 
 def ratios(found: Mapping[str, Any]) -> Iterator[tuple[str, Ratio]]:
-    """(title of the part, ratio) for all ratios of a run."""
+    """Yield (title of the part, ratio) for all ratios of a run."""
     for title, part in found["parts"].items():
         for ratio in part.get("ratios", ()):
             yield title, Ratio(**ratio)
 
 
 def failures(found: Mapping[str, Any]) -> dict[str, str]:
-    """The messages of parts that failed, by title."""
+    """Return the messages of parts that failed, by title."""
     return {title: str(part["error"]["message"]) for title, part in found["parts"].items() if "error" in part}
 
 
@@ -220,7 +220,7 @@ def save(path: Path, found: Mapping[str, Any]) -> None:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What else differs in two runs than hpcfsdp itself: ranks, hardware, versions."""
+    """Return what else differs in two runs than hpcfsdp itself: ranks, hardware, versions."""
     sides = [
         {"ranks": run.get("ranks"), **dict(run.get("hardware", {})), **dict(run.get("versions", {}))}
         for run in (before, now)
@@ -230,7 +230,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """All ratios of two runs, those of `now` first."""
+    """Return all ratios of two runs, those of `now` first."""
     old = {(title, ratio.name): ratio for title, ratio in ratios(before)}
     new = {(title, ratio.name): ratio for title, ratio in ratios(now)}
     return [Change(*key, old.get(key), new.get(key)) for key in dict.fromkeys([*new, *old])]
@@ -264,7 +264,7 @@ def draw_ratios(found: Sequence[tuple[str, Ratio]], path: Path, title: str) -> N
 
 
 def _as_cost(ratio: Ratio) -> tuple[float, float, float]:
-    """Median, lowest and highest, where lower is better."""
+    """Return median, lowest and highest, where lower is better."""
     if ratio.better == "lower":
         return ratio.value, ratio.low, ratio.high
     return 1 / ratio.value, 1 / ratio.high, 1 / ratio.low

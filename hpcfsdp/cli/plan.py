@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import torch
 
     from hpcfsdp.plan.choice import Candidate
-    from hpcfsdp.plan.models import Source
+    from hpcfsdp.plan.links import Traffic
+    from hpcfsdp.plan.models import ModelSource
     from hpcfsdp.plan.proposal import Proposal, Request
-    from hpcfsdp.plan.wire import Cost
 
 _EXAMPLES = (
     "hpcfsdp plan --params 7e9 --layers 32 --ranks 64 --ranks-per-node 8 --device-memory 80GiB",
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
     proposal = propose(request)
     if options.plot is not None:
         from hpcfsdp.output.figure_file import write_figure  # with matplotlib
-        from hpcfsdp.plan.picture import draw  # the same
+        from hpcfsdp.plan.proposal import draw  # the same
 
         write_figure(draw(proposal), options.plot)
     if options.json:
@@ -138,8 +138,7 @@ def _request(options: argparse.Namespace) -> Request:
 
     from hpcfsdp.plan.layouts import Precision, Setup  # with torch
     from hpcfsdp.plan.links import Links, device_named, link_of, measured_links  # the same
-    from hpcfsdp.plan.proposal import OF_RUNS, Request
-    from hpcfsdp.plan.saving import Disk
+    from hpcfsdp.plan.proposal import OF_RUNS, Disk, Request
     from hpcfsdp.plan.step_time import Machine
 
     device = device_named(options.device)
@@ -204,9 +203,9 @@ def _refuse_unused(options: argparse.Namespace, given: str) -> None:
         raise UsageError(f"plan: {names} has no effect with {where}: leave it out")
 
 
-def _source(options: argparse.Namespace, per_node: int) -> tuple[Source, int]:
+def _source(options: argparse.Namespace, per_node: int) -> tuple[ModelSource, int]:
     """The model, and the backwards in a step."""
-    from hpcfsdp.plan import decoder, models  # with torch
+    from hpcfsdp.plan import models  # with torch
 
     batch, sequence = options.batch or 1, options.sequence or 4096
     wrap = tuple(filter(None, (options.wrap or "").split(",")))
@@ -216,7 +215,7 @@ def _source(options: argparse.Namespace, per_node: int) -> tuple[Source, int]:
         accumulation = run.train.accumulation
     elif options.params is not None:
         vocabulary = options.vocabulary or 32000
-        shape = decoder.shape_of(
+        shape = models.shape_of(
             options.params, options.layers, width=options.width, heads=options.heads, vocabulary=vocabulary
         )
         source = models.from_numbers(shape, batch=batch, sequence=sequence)
@@ -241,9 +240,9 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _print(proposal: Proposal) -> None:
-    request, workload, best = proposal.request, proposal.workload, proposal.best
+    request, step, best = proposal.request, proposal.step, proposal.best
     machine = request.machine
-    print_line(f"model      {workload.name}: {workload.numel:,} parameters, {len(workload.units)} units")
+    print_line(f"model      {step.name}: {step.numel:,} parameters, {len(step.units)} units")
     for note in proposal.notes:
         print_line(f"note       {note}")
     print_line(
@@ -308,7 +307,7 @@ def _print_traffic(best: Candidate) -> None:
     print_table(columns, [_cost_row(name, cost) for name, cost in kinds if cost.calls], right=columns[1:])
 
 
-def _cost_row(name: str, cost: Cost) -> list[Any]:
+def _cost_row(name: str, cost: Traffic) -> list[Any]:
     return [
         name,
         str(cost.calls),
@@ -319,8 +318,8 @@ def _cost_row(name: str, cost: Cost) -> list[Any]:
 
 
 def _print_step(proposal: Proposal) -> None:
-    time, files, workload = proposal.best.time, proposal.saving, proposal.workload
-    if workload.flops:
+    time, files, step = proposal.best.time, proposal.saving, proposal.step
+    if step.flops:
         print_line(
             f"step       {_seconds(time.seconds)} s: computation {_seconds(time.compute_s)}, exposed communication "
             f"{_seconds(time.exposed_s)}, optimizer {_seconds(time.optimizer_s)}"

@@ -21,7 +21,7 @@ from hpcfsdp.text.terminal import spans
 
 
 def steps(limit_s: float) -> Iterator[dict[str, Any]]:
-    """Collective over all processes of the job. Facts, equal on all ranks; "stage" names the next step."""
+    """Yield facts, equal on all ranks; "stage" names the next step. Collective over all processes of the job."""
     yield {"stage": "finding the nodes"}
     job = current_job()
     topology = job.topology
@@ -61,7 +61,7 @@ def steps(limit_s: float) -> Iterator[dict[str, Any]]:
 
 
 def _all_on_own_devices(table: list[dict[str, Any]]) -> bool:
-    """Whether ``hpcfsdp.init`` will give each rank an accelerator that no other rank uses."""
+    """Return whether ``hpcfsdp.init`` will give each rank an accelerator that no other rank uses."""
     uuids = [row["accelerator"]["uuid"] for row in table if row["accelerator"]]
     return len(uuids) == len(table) == len(set(uuids))
 
@@ -119,7 +119,7 @@ def _shm_bytes() -> int | None:
 
 
 def file_system_of(path: str | os.PathLike[str], mounts: str | None = None) -> str | None:
-    """The type of the file system that holds `path`, as "nfs4"; None if that is unknown.
+    """Return the type of the file system that holds `path`, as "nfs4"; None if that is unknown.
 
     Args:
         mounts: the text of ``/proc/mounts``, by default that of this process.

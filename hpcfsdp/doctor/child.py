@@ -117,7 +117,7 @@ class Child:
         return self.failure is None
 
     def output(self, *, unseen: bool = False) -> list[str]:
-        """The last lines of its output, and its last calls if its time was over.
+        """Return the last lines of its output, and its last calls if its time was over.
 
         Args:
             unseen: without output that was forwarded.
@@ -166,24 +166,24 @@ class Child:
 
 
 def how_it_ended(code: int) -> str:
-    """The return code of ``subprocess`` in words."""
+    """Return the return code of ``subprocess`` in words."""
     return f"ended the process ({_signal_name(-code)})" if code < 0 else f"ended the process (exit code {code})"
 
 
 def last_lines(output: str) -> list[str]:
-    """The end of some output, without rules and native stack frames."""
+    """Return the end of some output, without rules and native stack frames."""
     lines = [line.rstrip() for line in output.replace("\0", "").splitlines() if line.strip(" -*=")]
     return [line for line in lines if not _NATIVE_FRAME.match(line)][-_TAIL_LINES:]
 
 
 def innermost_frames(dump: str) -> list[str]:
-    """The last calls in a stack that ``faulthandler`` printed."""
+    """Return the last calls in a stack that ``faulthandler`` printed."""
     frames = [line.strip() for line in dump.splitlines() if " File " in line and "<frozen " not in line]
     return [f"in {frame}" for frame in frames[:_FRAMES]]
 
 
 def command_output(command: Sequence[str], limit_s: float) -> str | None:
-    """The output of a short command, None if it fails or takes too long."""
+    """Return the output of a short command, None if it fails or takes too long."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, text=True, check=False

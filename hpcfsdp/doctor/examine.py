@@ -40,7 +40,7 @@ class Diagnosis:
 
 
 def examine(limit_s: float, print_report: Callable[[Diagnosis], None]) -> int:
-    """Collective over all processes of the job. Run all checks; the exit code, the same on every rank.
+    """Run all checks; return the exit code, the same on every rank. Collective over all processes of the job.
 
     Args:
         limit_s: seconds that the child may take.
@@ -76,12 +76,12 @@ def examine(limit_s: float, print_report: Callable[[Diagnosis], None]) -> int:
 
 
 def _ended_with(child: Child, code: int) -> int:
-    """The common exit code of all ranks, unless the child fails to finalize MPI."""
+    """Return the common exit code of all ranks, unless the child fails to finalize MPI."""
     return code if child.wait_for("verdict") and child.ended_well() else _print_failure(child, "ending MPI")
 
 
 def diagnose(child: Child, own_facts: dict[str, Any], limit_s: float) -> Diagnosis:
-    """Findings from the child's facts, and from those of this process."""
+    """Return findings from the child's facts, and from those of this process."""
     facts = own_facts | child.facts | {"output": child.output()}
     if child.failure is not None:
         facts |= {"failure": child.failure, "ended_from_outside": child.ended_from_outside}
@@ -114,7 +114,7 @@ def _facts_of_this_process() -> dict[str, Any]:
 
 
 def _facts_without_mpi(limit_s: float) -> dict[str, Any]:
-    """Facts of the packages from a second child, when MPI has ended the first."""
+    """Return facts of the packages from a second child, when MPI has ended the first."""
     with Child(_PROBE, "--without-mpi", f"{limit_s}", limit_s=limit_s) as child:
         child.wait_for("complete")
         facts = {key: child.facts[key] for key in ("torch", "library", "h5py") if key in child.facts}

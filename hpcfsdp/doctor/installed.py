@@ -14,7 +14,7 @@ PACKAGES = ("torch", "mpi4py", "h5py", "numpy", "psutil")
 
 
 def versions() -> dict[str, str | None]:
-    """The installed version of each of ``PACKAGES``, without loading it."""
+    """Return the installed version of each of ``PACKAGES``, without loading it."""
     found: dict[str, str | None] = {}
     for name in PACKAGES:
         found[name] = None
@@ -24,7 +24,7 @@ def versions() -> dict[str, str | None]:
 
 
 def steps(*, initialise_mpi: bool) -> Iterator[dict[str, Any]]:
-    """Facts, one package after the other: loading the next one may end the process.
+    """Yield facts, one package after the other: loading the next one may end the process.
 
     Args:
         initialise_mpi: MPI runs in this process. Otherwise its library is loaded, but MPI does not start.
@@ -104,7 +104,7 @@ def _h5py() -> dict[str, Any]:
 
 
 def mpi_files(maps: str) -> list[str]:
-    """The MPI libraries among the files that a process has mapped (the text of ``/proc/self/maps``)."""
+    """Return the MPI libraries among the files that a process has mapped (the text of ``/proc/self/maps``)."""
     return sorted(set(re.findall(r"(/\S*/libmpi(?:ch)?(?:_\w+)?\.so\S*)", maps)))
 
 

@@ -48,7 +48,7 @@ def _without_mpi() -> Iterator[dict[str, Any]]:
 
 
 def _with_mpi(limit_s: float) -> Iterator[dict[str, Any]]:
-    """Collective over all processes of the job. "stage" is the step that begins now: the child may die in it."""
+    """Yield facts; "stage" is the step that begins now: the child may die in it. Collective over all processes."""
     yield {"stage": "initialising MPI"}
     try:
         mpi = load_mpi()  # before torch, as Cray systems require

@@ -33,7 +33,7 @@ _NETWORK = (
 
 
 def judge_same_software(table: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Whether all ranks run the same Python and packages."""
+    """Judge whether all ranks run the same Python and packages."""
     installations = [{"python": row["python"], **row["packages"]} for row in table]
     for name in installations[0]:
         where: dict[str | None, list[int]] = {}
@@ -47,7 +47,7 @@ def judge_same_software(table: list[dict[str, Any]]) -> Iterator[Finding]:
 
 
 def judge_machine(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
-    """Topology, devices, binding, threads, and where the software lies.
+    """Judge topology, devices, binding, threads, and where the software lies.
 
     Args:
         nodes: the ranks of each node.
@@ -61,7 +61,7 @@ def judge_machine(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
 
 
 def judge_nodes(nodes: list[list[int]], hosts: list[str]) -> Iterator[Finding]:
-    """The ranks of each node."""
+    """Judge the ranks of each node."""
     listed = [f"{hosts[node[0]]}: {named(node)}" for node in nodes[:_SHOWN_NODES]]
     more = f", and {len(nodes) - _SHOWN_NODES} more" if len(nodes) > _SHOWN_NODES else ""
     yield ok("nodes", f"{len(nodes)} node(s): {', '.join(listed)}{more}")
@@ -74,7 +74,7 @@ def judge_nodes(nodes: list[list[int]], hosts: list[str]) -> Iterator[Finding]:
 
 
 def judge_devices(nodes: list[list[int]], table: Rows) -> list[Finding]:
-    """Whether each rank has its own accelerator, or no rank has one."""
+    """Judge whether each rank has its own accelerator, or no rank has one."""
     errors = [(rank, row["accelerator_error"]) for rank, row in enumerate(table) if row["accelerator_error"]]
     if errors:
         what = f"{named(rank for rank, _ in errors)} cannot use the accelerator: {errors[0][1]}"
@@ -114,7 +114,7 @@ def _described(found: dict[str, Any]) -> str:
 
 
 def judge_binding(nodes: list[list[int]], cores: list[set[int]]) -> list[Finding]:
-    """Whether each rank has a core to itself.
+    """Judge whether each rank has a core to itself.
 
     Args:
         cores: for each rank the cores that it may run on.
@@ -140,7 +140,7 @@ def judge_binding(nodes: list[list[int]], cores: list[set[int]]) -> list[Finding
 
 
 def judge_threads(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
-    """Whether the threads of all ranks fit the cores of their node."""
+    """Judge whether the threads of all ranks fit the cores of their node."""
     if any("threads" not in row for row in table):
         return
     for node in nodes:
@@ -158,7 +158,7 @@ def judge_threads(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
 
 
 def judge_files(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
-    """Whether the ranks of many nodes load torch from one file system. Nothing on one node."""
+    """Judge whether the ranks of many nodes load torch from one file system. Nothing on one node."""
     kinds = sorted({kind for row in table if (kind := row["torch_file_system"]) and is_shared(kind)})
     if len(nodes) > 1 and kinds:
         what = (
@@ -170,7 +170,7 @@ def judge_files(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
 
 
 def judge_network(facts: dict[str, Any], table: list[dict[str, Any]]) -> Iterator[Finding]:
-    """The address of the store, NCCL's interface, shared memory, bandwidth."""
+    """Judge the address of the store, NCCL's interface, shared memory, bandwidth."""
     several_nodes = len(facts["nodes"]) > 1
     yield from judge_address(facts.get("network"), table[0], several_nodes=several_nodes)
     if several_nodes and facts.get("device") == "cuda":
@@ -185,7 +185,7 @@ def judge_network(facts: dict[str, Any], table: list[dict[str, Any]]) -> Iterato
 
 
 def judge_address(network: dict[str, Any] | None, first: dict[str, Any], *, several_nodes: bool) -> Iterator[Finding]:
-    """The address and interface by which ranks reach rank 0, which has torch's store.
+    """Judge the address and interface by which ranks reach rank 0, which has torch's store.
 
     Args:
         first: the facts of rank 0.
@@ -209,7 +209,7 @@ def judge_address(network: dict[str, Any] | None, first: dict[str, Any], *, seve
 
 
 def judge_nccl_interface(wanted: str | None, network: dict[str, Any] | None, table: list[dict[str, Any]]) -> Finding:
-    """NVIDIA and AMD: whether NCCL, or RCCL, will connect nodes. For several nodes."""
+    """Judge whether NCCL, or RCCL, will connect nodes, on NVIDIA and AMD. For several nodes."""
     if wanted is None:
         chosen = _interface(network or {}, table[0])
         hint = f"if NCCL cannot connect: export NCCL_SOCKET_IFNAME={chosen}" if chosen else ""
@@ -223,7 +223,7 @@ def judge_nccl_interface(wanted: str | None, network: dict[str, Any] | None, tab
 
 
 def judge_memory(memory: dict[str, Any], size: int) -> Finding:
-    """Whether the ranks of a node can share memory."""
+    """Judge whether the ranks of a node can share memory."""
     if memory["error"] is not None:
         hint = "start all ranks of a node as one user in one container, with a /dev/shm that is large enough"
         return problem("memory", f"ranks cannot share memory: {memory['error']}", hint)
@@ -236,7 +236,7 @@ def judge_memory(memory: dict[str, Any], size: int) -> Finding:
 
 
 def judge_shm(table: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Whether /dev/shm is as small as in most containers."""
+    """Judge whether /dev/shm is as small as in most containers."""
     for row in table:
         if row["shm_bytes"] and row["shm_bytes"] < SMALL_SHM_BYTES:
             size = f"{row['shm_bytes'] >> 20} MiB on {row['host']}"
@@ -246,7 +246,7 @@ def judge_shm(table: list[dict[str, Any]]) -> Iterator[Finding]:
 
 
 def judge_bandwidth(measured: dict[str, dict[str, Any]]) -> Iterator[Finding]:
-    """A line for each collective."""
+    """Yield a line for each collective."""
     if not measured:
         yield note("bandwidth", "one process: nothing to send", "to measure: mpirun -n 2 python -m hpcfsdp doctor")
     for name, result in measured.items():
@@ -268,7 +268,7 @@ def judge_bandwidth(measured: dict[str, dict[str, Any]]) -> Iterator[Finding]:
 
 
 def judge_links(measured: dict[str, dict[str, Any] | None]) -> Iterator[Finding]:
-    """A line for each kind of link, with what ``hpcfsdp plan --links`` reads."""
+    """Yield a line for each kind of link, with what ``hpcfsdp plan --links`` reads."""
     for name, where in (("within", "within a node"), ("between", "between nodes")):
         link = measured.get(name)
         if link is not None:
@@ -277,7 +277,7 @@ def judge_links(measured: dict[str, dict[str, Any] | None]) -> Iterator[Finding]
 
 
 def _interface(network: dict[str, Any], first: dict[str, Any]) -> str | None:
-    """The interface of rank 0 that has the address of the store."""
+    """Return the interface of rank 0 that has the address of the store."""
     return next((name for name, found in first["interfaces"].items() if network.get("address") in found), None)
 
 
@@ -286,5 +286,5 @@ def _is_loopback(address: str) -> bool:
 
 
 def is_shared(kind: str) -> bool:
-    """Whether many nodes share a file system of this type."""
+    """Return whether many nodes share a file system of this type."""
     return kind.removeprefix("fuse.").startswith(_NETWORK)

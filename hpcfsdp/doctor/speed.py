@@ -27,7 +27,10 @@ _SLOW_S = 1.0
 
 
 def shared_memory(world: World) -> dict[str, Any]:
-    """Collective. Whether the ranks of each node can share memory: {"way": "memfd", "file" or "private", "error"}."""
+    """Find out how ranks of a node share memory: {"way": "memfd", "file" or "private", "error"}.
+
+    Collective over all ranks.
+    """
     way, error = None, None
     try:
         memory = world.host.alloc(1024, torch.float32)
@@ -40,7 +43,7 @@ def shared_memory(world: World) -> dict[str, Any]:
 
 
 def way_of(maps: str, address: int) -> str:
-    """The kind of memory at an address, by the text of ``/proc/self/maps``."""
+    """Return the kind of memory at an address, by the text of ``/proc/self/maps``."""
     for line in maps.splitlines():
         first, _, end = line.split(" ", 1)[0].partition("-")
         if int(first, 16) <= address < int(end, 16):
@@ -49,7 +52,7 @@ def way_of(maps: str, address: int) -> str:
 
 
 def measure_collectives(world: World, *, shared: bool) -> dict[str, dict[str, Any]]:
-    """Collective. Seconds and GB/s of each collective, by name; empty for a single rank.
+    """Return seconds and GB/s of each collective, by name; empty for a single rank. Collective over all ranks.
 
     GB/s are the bytes that a rank receives (or sends) in a second, for any number of ranks; None where no bytes move,
     as when a node's ranks gather in shared memory.
@@ -116,7 +119,7 @@ def _reduce_scatter(world: World, full: torch.Tensor) -> dict[str, Any]:
 def _timed(
     world: World, run: Callable[[], object], is_right: Callable[[], bool], full: torch.Tensor, moved: int | None = None
 ) -> dict[str, Any]:
-    """The median of all rounds, each of which lasts as long as on its slowest rank.
+    """Return the median of all rounds, each of which lasts as long as on its slowest rank.
 
     Args:
         run: the collective.
@@ -138,7 +141,7 @@ def _timed(
 
 
 def seconds_of(world: World, run: Callable[[], object], calls: int = 1) -> float:
-    """Collective. Seconds of one of some calls, on the slowest rank."""
+    """Return the seconds of one of some calls, on the slowest rank. Collective over all ranks."""
     _settle(world)
     world.comm.Barrier()
     began = time.perf_counter()
@@ -162,7 +165,7 @@ _SMALL_CALLS = 20
 
 
 def members(topology: Topology, rank: int, *, between: bool) -> list[int]:
-    """The ranks that a rank measures a link with, itself included; pure.
+    """Return the ranks that a rank measures a link with, itself included; pure.
 
     Within a node all of its ranks; between nodes those with the same place on every node. A rank whose place is not
     there on each node is alone.
@@ -176,7 +179,7 @@ def members(topology: Topology, rank: int, *, between: bool) -> list[int]:
 
 
 def measure_links(world: World) -> dict[str, dict[str, Any] | None]:
-    """Collective over all ranks. Links "within" and "between" nodes; None where there are none.
+    """Return the links "within" and "between" nodes; None where there are none. Collective over all ranks.
 
     All groups communicate at the same time, so that ranks share their node's network as in a training. An all-gather of
     few bytes over n ranks passes n - 1 links one after the other: its time gives the latency of one. One of many bytes
@@ -203,7 +206,7 @@ def _measured(world: World, *, between: bool) -> dict[str, Any]:
 
 
 def _gather(group: Communicator, numel: int) -> Callable[[], object]:
-    """An all-gather of so many elements of each rank; nothing for a rank that is alone."""
+    """Return an all-gather of so many elements of each rank; nothing for a rank that is alone."""
     if group.size == 1:
         return lambda: None
     shard = torch.zeros(numel, device=group.device)
@@ -212,6 +215,6 @@ def _gather(group: Communicator, numel: int) -> Callable[[], object]:
 
 
 def _rounds(world: World, run: Callable[[], object], calls: int) -> list[float]:
-    """Collective over all ranks. Seconds of one call on the slowest rank, for several rounds of so many calls."""
+    """Return the seconds of one call on the slowest rank, for several rounds. Collective over all ranks."""
     first = seconds_of(world, run, calls)  # which opens connections
     return [seconds_of(world, run, calls) for _ in range(_ROUNDS)] if first * calls < _SLOW_S else [first]

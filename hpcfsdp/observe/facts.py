@@ -1,8 +1,10 @@
-"""What stays the same in a run: its ranks, its model, and what its devices can do."""
+"""What stays the same in a run: its ranks, its model, its floating-point operations, and what its devices can do."""
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +15,16 @@ from torch import nn
 from hpcfsdp import accelerator, env
 from hpcfsdp.comm import Communicator
 from hpcfsdp.launch.together import versions
-from hpcfsdp.observe import flops
+from hpcfsdp.observe.held_memory import flat_params
 from hpcfsdp.units.dtensor_unit import dtensor_units_in
 from hpcfsdp.units.flat_unit import units_in
 from hpcfsdp.world import current_world
 
 _RANK_BYTES, _HOST_BYTES = 8, 64
 _MOST_HOSTS = 16
+_LONG_ENOUGH_S = 0.01
+_SIZES = (256, 8192)
+_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,16 @@ def agree_on_facts(
     flops_per_token: float | None,
     peak_flops: float | None,
 ) -> Facts:
-    """Collective over `comm`, the ranks of the model. Measures the peak rate of the device unless it is given."""
+    """Return the facts, the same on all ranks but for `hosts`. Collective over `comm`, the ranks of the model.
+
+    The peak rate of the device is measured unless it is given.
+    """
     world = current_world()
     rank = world.rank if world is not None else comm.rank
-    elements, trained = (None, 0) if model is None else flops.count_elements(model)
+    elements, trained = (None, 0) if model is None else count_elements(model)
     if peak_flops is None:
-        dtype = torch.float32 if model is None else flops.training_dtype(model)
-        peak_flops = flops.measured_peak(device, dtype)
+        dtype = torch.float32 if model is None else training_dtype(model)
+        peak_flops = measured_peak(device, dtype)
     peak = torch.tensor([peak_flops], dtype=torch.float64, device=comm.device)
     comm.all_reduce(peak, "sum")
     units = [] if model is None else [*units_in(model), *dtensor_units_in(model)]
@@ -71,7 +79,7 @@ def agree_on_facts(
 
 
 def _hosts(comm: Communicator, rank: int) -> dict[int, str]:
-    """Collective. On the first rank the host of each rank of the world, of the same few bytes each; empty elsewhere."""
+    """Return the host of each rank of the world on the first rank; empty elsewhere. Collective over `comm`."""
     name = env.host_name().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
     own = bytearray(rank.to_bytes(_RANK_BYTES, "little") + name)
     mine = torch.frombuffer(own, dtype=torch.uint8).to(comm.device)
@@ -85,7 +93,7 @@ def _hosts(comm: Communicator, rank: int) -> dict[int, str]:
 
 
 def start_facts(comm: Communicator, facts: Facts, device: torch.device, resumed_from: Any) -> dict[str, Any]:
-    """Not collective. The facts of the event "start"."""
+    """Return the facts of the event "start". Not collective."""
     world, hosts = current_world(), list(dict.fromkeys(facts.hosts.values()))
     is_device = accelerator.is_accelerator(device)
     return {
@@ -102,3 +110,52 @@ def start_facts(comm: Communicator, facts: Facts, device: torch.device, resumed_
         "peak_flops": facts.peak_flops / comm.size,
         "resumed_from": None if resumed_from is None else str(resumed_from),
     }
+
+
+def count_elements(model: nn.Module) -> tuple[int, int]:
+    """Return the elements of all parameters, and of those that are trained; tied ones count once. Not collective."""
+    sharded_params = flat_params(model)
+    if not sharded_params:  # DTensors have the whole shape
+        sizes = [(param.numel(), param.requires_grad) for param in model.parameters()]
+    else:
+        pairs = [pair for flat in sharded_params for pair in zip(flat.layout.slots, flat.leaves, strict=True)]
+        sizes = [(math.prod(slot.whole_shape), leaf.requires_grad) for slot, leaf in pairs]
+    return sum(numel for numel, _ in sizes), sum(numel for numel, is_trained in sizes if is_trained)
+
+
+def training_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of most elements that modules compute with; float32 for a model without parameters."""
+    lowered = [unit.options.mixed_precision.param_dtype for unit in dtensor_units_in(model)]
+    if any(lowered):
+        return next(dtype for dtype in lowered if dtype is not None)
+    counts: dict[torch.dtype, int] = {}
+    for values in [flat.full for flat in flat_params(model)] or list(model.parameters()):
+        if values.dtype.is_floating_point:
+            counts[values.dtype] = counts.get(values.dtype, 0) + values.numel()
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations per second of one large matrix product on a device, the best of three.
+
+    The matrices double in size until a product takes 10 ms, up to 8192 x 8192. Waits for the device.
+    """
+    size = _SIZES[0]
+    while _product_s(device, dtype, size) < _LONG_ENOUGH_S and size < _SIZES[1]:
+        size *= 2
+    return 2 * size**3 / min(_product_s(device, dtype, size) for _ in range(_REPEATS))
+
+
+@torch.no_grad()
+def _product_s(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    # No random numbers: those of the program must stay as they are.
+    factor = torch.full((size, size), 0.5, dtype=dtype, device=device)
+    product = torch.empty_like(factor)
+    torch.mm(factor, factor, out=product)
+    if accelerator.is_accelerator(device):
+        accelerator.synchronize(device)
+    began_s = time.perf_counter()
+    torch.mm(factor, factor, out=product)
+    if accelerator.is_accelerator(device):
+        accelerator.synchronize(device)
+    return max(time.perf_counter() - began_s, 1e-9)

@@ -38,7 +38,7 @@ class ProcessMemory:
             self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
 
     def read(self) -> tuple[int, int]:
-        """Bytes now, and at the peak since the last call; 0 where the system does not show it.
+        """Return bytes now, and at the peak since the last call; 0 where the system does not show it.
 
         Where the peak cannot be reset, it is that since the start of the process.
         """
@@ -70,17 +70,17 @@ class DeviceMemory:
         self.capacity_bytes = accelerator.describe(device).nbytes
 
     def read(self) -> tuple[int, int]:
-        """Bytes now, and at the peak since the last call."""
+        """Return bytes now, and at the peak since the last call."""
         found = accelerator.memory_bytes(self._device)
         accelerator.reset_memory_peak(self._device)
         return found
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 def memory_of(device: torch.device) -> ProcessMemory | DeviceMemory:
-    """The memory in which a rank computes."""
+    """Return the memory in which a rank computes."""
     return DeviceMemory(device) if accelerator.is_accelerator(device) else ProcessMemory()
 
 
@@ -116,14 +116,14 @@ class Holdings:
             )
 
     def look_at_gradients(self) -> None:
-        """Not collective. Gradients are complete now. Counts them in calls 1, 2, 4, 8, ..."""
+        """Count the gradients, which are complete now, in calls 1, 2, 4, 8, ... Not collective."""
         self._looks += 1
         if self._looks & (self._looks - 1) == 0:
             params = self._params()
             self.bytes.gradients = _bytes_of(param.grad for param in params if param.grad is not None)
 
     def look_at_optimizer(self) -> None:
-        """Not collective. Counts the optimizer's state, and shared values, if there are other entries than before."""
+        """Count the optimizer's state, and shared values, if there are other entries than before. Not collective."""
         num_states = 0 if self._optimizer is None else len(self._optimizer.state)
         if num_states == self._num_states:
             return
@@ -137,7 +137,11 @@ class Holdings:
         self.bytes.optimizer = _bytes_of(value for value in values if isinstance(value, torch.Tensor))
 
     def figures(self, gathered: int) -> dict[str, int]:
-        """Not collective. Bytes by kind, as a record has them. `gathered`: of gathered values that come and go."""
+        """Return bytes by kind, as a record has them. Not collective.
+
+        Args:
+            gathered: bytes of gathered values that come and go.
+        """
         self.look_at_optimizer()
         held = self.bytes
         return {
@@ -154,7 +158,7 @@ class Holdings:
 
 
 def flat_params(model: nn.Module) -> list[FlatParam]:
-    """Not collective. The flat parameters of a model; empty unless it has a ``FullyShardedDataParallel``."""
+    """Return the flat parameters of a model; empty unless it has a ``FullyShardedDataParallel``. Not collective."""
     return [flat for unit in units_in(model) for flat in unit.sharded_params]
 
 

@@ -24,7 +24,7 @@ from hpcfsdp.observe.facts import agree_on_facts, start_facts
 from hpcfsdp.observe.held_memory import Holdings, memory_of
 from hpcfsdp.observe.perfetto import Trace, steps_to_trace
 from hpcfsdp.observe.records import EventsFile, MetricsFile, append_end, finite, last_step, read_records
-from hpcfsdp.observe.step_figures import Pipeline, Series, Sums, check_names, flat_numbers
+from hpcfsdp.observe.step_figures import Curves, Pipeline, Sums, check_names, flat_numbers
 from hpcfsdp.observe.trackers import Tracker, check_trackers, make_trackers
 from hpcfsdp.state.model import communicator_of, device_of
 from hpcfsdp.timeline import Recorder
@@ -72,7 +72,7 @@ class Run:
         trackers: Iterable[str | Tracker] = (),
         on_record: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
-        """Collective over the model's ranks. Begins to observe.
+        """Begin to observe. Collective over the ranks of the model.
 
         Args:
             directory: on a file system that all ranks share; made if it is missing.
@@ -102,7 +102,7 @@ class Run:
         self._comm = communicator_of(model) if model is not None else _world_communicator()
         self._every, self._on_record, self._traced = every, on_record, None
         self._trackers: list[Tracker] = []
-        self._series = Series()
+        self._series = Curves()
         self._metrics: MetricsFile | None = None
         self._events: EventsFile | None = None
         given = list(trackers)
@@ -138,7 +138,7 @@ class Run:
         if self._memory is not None:
             self._memory.read()  # the peak from here on
         self._begin_trace()
-        self._recorder.end_stretch()
+        self._recorder.end_interval()
         self._step_began = self._recorder.now()
 
     # In the loop
@@ -155,7 +155,7 @@ class Run:
         reduce: bool = True,
         **values: Any,
     ) -> None:
-        """Collective over the model's ranks, at the end of each step. Records its figures.
+        """Record the figures of a step, at its end. Collective over the ranks of the model.
 
         Numbers may be tensors of one element; those on a device are read when it has computed them.
 
@@ -200,7 +200,7 @@ class Run:
             self._step_began = recorder.now() if recorder.traces else None
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Not collective. Adds a line to ``events.jsonl``, on rank 0; on other ranks it does nothing.
+        """Add a line to ``events.jsonl``, on rank 0; on other ranks do nothing. Not collective.
 
         Args:
             kind: of the event, such as "signal".
@@ -211,14 +211,13 @@ class Run:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Not collective. A context whose time does not count as that of a step, for instance an evaluation."""
+        """Return a context whose time does not count as that of a step, such as an evaluation. Not collective."""
         with self._recorder.paused():
             yield
 
     @contextlib.contextmanager
     def saving(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Not collective. A context around ``checkpoint.save`` to this file: its time counts for no step, and becomes
-        an event."""
+        """Return a context around ``checkpoint.save`` to this file, whose time becomes an event. Not collective."""
         began_ns = time.perf_counter_ns()
         with self.paused():
             yield
@@ -227,7 +226,7 @@ class Run:
             self.checkpoint(Saved(Path(path), self._step, os.stat(path).st_size, seconds, seconds, False))
 
     def checkpoint(self, saved: Saved) -> None:
-        """Not collective. Adds a checkpoint to ``events.jsonl``: for ``CheckpointManager(on_saved=run.checkpoint)``."""
+        """Add a checkpoint to ``events.jsonl``: for ``CheckpointManager(on_saved=run.checkpoint)``. Not collective."""
         facts = {"path": str(saved.path), "bytes": saved.nbytes, "seconds": round(saved.seconds, 6)}
         facts |= {"held_s": round(saved.held_s, 6), "asynchronous": saved.asynchronous}
         if self._events is not None:
@@ -238,7 +237,7 @@ class Run:
 
     @public_call("observe.Run.record")
     def record(self, kind: str, **values: Any) -> None:
-        """Not collective. Writes a record of another kind than "train" for this step, on rank 0.
+        """Write a record of another kind than "train" for this step, on rank 0. Not collective.
 
         Args:
             values: for JSON by name; numbers go to the trackers as "kind/name".
@@ -259,12 +258,12 @@ class Run:
 
     @public_call("observe.Run.flush")
     def flush(self) -> None:
-        """Collective over the model's ranks. Writes the records of all steps so far that fill one. Waits for them."""
+        """Write the records that are full, and wait for them. Collective over the ranks of the model."""
         self._write(self._pipeline.flush())
 
     @public_call("observe.Run.series")
     def series(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Collective over the model's ranks. ``flush``, then returns the curves of the run for a checkpoint::
+        """Flush, and return the curves of the run for a checkpoint. Collective over the ranks of the model::
 
             checkpoint.save(path, model=model, optimizer=optimizer, step=step, metrics=run.series())
 
@@ -276,7 +275,9 @@ class Run:
 
     @public_call("observe.Run.close")
     def close(self, outcome: str = "complete", message: str = "") -> None:
-        """Collective over the model's ranks. Writes what is left, and the event of the end. Later calls do nothing.
+        """Write what is left, and the event of the end. Collective over the ranks of the model.
+
+        Later calls do nothing.
 
         Args:
             outcome: "complete", "stopped" or "error".
@@ -321,7 +322,7 @@ class Run:
                 raise UsageError(f"observe.Run: {name} must be positive, not {value!r}")
 
     def _open(self, trackers: list[str | Tracker], resume_step: int | None, resumed_from: Any) -> None:
-        """On rank 0. Open the files, and take up the steps and curves of an earlier run."""
+        """Open the files, and take up the steps and curves of an earlier run. On rank 0."""
         index = None if resumed_from is None else open_index(resumed_from)
         if resume_step is not None:
             self._step = resume_step
@@ -344,12 +345,12 @@ class Run:
         return Sums(keeps_on_device=self._recorder.is_timed)
 
     def _submit(self) -> None:
-        """Collective. A record is full."""
+        """Send off a full record. Collective over the ranks of the model."""
         self._sums.send_to_host()
-        stretch = self._recorder.end_stretch()
+        interval = self._recorder.end_interval()
         memory = self._memory.read() if self._memory is not None else (0, 0)
         sums, self._sums = self._sums, self._new_sums()
-        self._write(self._pipeline.put(self._step, sums, stretch, memory, self._recorder.pop_most_gathered()))
+        self._write(self._pipeline.put(self._step, sums, interval, memory, self._recorder.pop_most_gathered()))
 
     def _write(self, complete: Iterable[tuple[dict[str, Any], int]]) -> None:
         for record, gathered in complete:
@@ -366,7 +367,7 @@ class Run:
                 self._on_record(record)
 
     def _log(self, record: Mapping[str, Any], prefix: str = "") -> None:
-        """On rank 0. Give figures to the trackers. One that fails is dropped: it must not end the training."""
+        """Give figures to the trackers, on rank 0. Drop one that fails: it must not end the training."""
         for tracker in list(self._trackers):
             try:
                 tracker.log(int(record["step"]), flat_numbers(record, prefix))
@@ -375,12 +376,12 @@ class Run:
                 self._trackers.remove(tracker)
 
     def _begin_trace(self) -> None:
-        """Collective where the next step is the first to be traced."""
+        """Begin the trace if the next step is the first of it; that is collective over the ranks of the model."""
         if self._traced is not None and self._steps_done + 1 == self._traced.start:
             self._trace.begin()
 
     def _end_trace(self) -> None:
-        """Collective."""
+        """Write the trace. Collective over the ranks of the model."""
         self._traced = None
         self._trace.end()
 
@@ -396,7 +397,7 @@ class Run:
             self._recorder.add_span(timeline.UNITS, "optimizer step", began, self._recorder.now())
 
     def _let_go(self, outcome: str, message: str) -> None:
-        """Not collective. End without the others."""
+        """End without the others. Not collective."""
         self._closed = True
         _open_runs.discard(self)
         if timeline.recorder is self._recorder:
@@ -430,7 +431,7 @@ _open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 def _flush_open_runs() -> None:
-    """Collective. ``hpcfsdp.finalize`` ends the communication: records that are left are written before."""
+    """Write what is left, before ``hpcfsdp.finalize`` ends the communication. Collective over all ranks."""
     for run in list(_open_runs):
         run.flush()
 

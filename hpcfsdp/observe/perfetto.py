@@ -44,7 +44,7 @@ _CLOCK_BYTES = 64
 
 
 def steps_to_trace(trace: bool | range) -> range | None:
-    """The steps of a run to trace, the first one being 1; None for none.
+    """Return the steps of a run to trace, the first one being 1; None for none.
 
     Raises:
         UsageError: there is no such step.
@@ -57,13 +57,13 @@ def steps_to_trace(trace: bool | range) -> range | None:
 
 
 class Trace:
-    """Collects the spans of a recorder. Methods are collective over the ranks, except where marked."""
+    """Collects the spans of a recorder. Methods are collective over `comm`, except where marked."""
 
     def __init__(self, directory: Path, comm: Communicator, recorder: Recorder, rank: int, host: str) -> None:
-        """Not collective.
+        """Remove what a run that was killed has left. Not collective.
 
         Args:
-            rank: of the world, and `host`: names of this rank.
+            rank, host: names of this rank; `rank` is that of the world.
         """
         self._directory, self._comm, self._recorder = directory, comm, recorder
         self._rank, self._host = rank, host
@@ -95,7 +95,7 @@ class Trace:
                 log.warning("%s cannot be written: %s", self._directory / FILE, error.strerror)
 
     def write_part(self) -> bool:
-        """Not collective. Write what this rank has collected. Returns whether it could."""
+        """Write what this rank has collected; return whether that was possible. Not collective."""
         if self._recorder.is_timed:
             accelerator.synchronize(self._recorder.device)
         spans = self._recorder.pop_spans()
@@ -146,7 +146,7 @@ class Trace:
 
 
 def events_of(spans: Iterable[tuple[str, str, int, int]], *, pid: int, process: str) -> Iterator[dict[str, Any]]:
-    """The events of one process: names of it and of its threads, then a complete event ("X") for each span.
+    """Yield the events of one process: names of it and of its threads, then a complete event ("X") for each span.
 
     Args:
         spans: (track, name, begin, end) in nanoseconds.
@@ -170,7 +170,7 @@ def events_of(spans: Iterable[tuple[str, str, int, int]], *, pid: int, process: 
 
 
 def in_lanes(spans: Iterable[tuple[str, int, int]]) -> list[list[tuple[str, int, int]]]:
-    """Divide spans so that any two in one lane are apart, or one lies within the other. Each in the first that fits."""
+    """Divide spans so that any two in one lane are apart, or one lies within the other; each goes to the first lane."""
     lanes: list[list[tuple[str, int, int]]] = []
     open_ends: list[list[int]] = []
     for span in sorted(spans, key=lambda span: (span[1], -span[2])):
@@ -188,7 +188,7 @@ def in_lanes(spans: Iterable[tuple[str, int, int]]) -> list[list[tuple[str, int,
 
 
 def _resolver(first: torch.Event, first_ns: int) -> Callable[[Any], int]:
-    """Turns marks into nanoseconds of the host's clock, given a moment of the device on it."""
+    """Return a function from marks to nanoseconds of the host's clock, given a moment of the device on it."""
 
     def resolve(mark: Any) -> int:
         return first_ns + int(first.elapsed_time(mark) * 1e6) if not isinstance(mark, int) else mark
@@ -197,7 +197,7 @@ def _resolver(first: torch.Event, first_ns: int) -> Callable[[Any], int]:
 
 
 def _clock_of_rank_0(comm: Communicator) -> int:
-    """Collective. Nanoseconds to subtract from this rank's clock, so that 0 is one moment on all ranks.
+    """Return nanoseconds to subtract from this rank's clock: 0 is one moment on all ranks. Collective over `comm`.
 
     Ranks under one kernel have one clock. The others compare the ends of some barriers with those on rank 0, whose
     differences vary by what a message takes.
@@ -219,7 +219,7 @@ def _clock_of_rank_0(comm: Communicator) -> int:
 
 
 def _name_of_clock() -> bytes:
-    """Names the clock of ``time.perf_counter``, which starts with the kernel; empty where that is not known."""
+    """Return names the clock of ``time.perf_counter``, which starts with the kernel; empty where that is not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
         return boot + b" %d" % os.stat("/proc/self/ns/time").st_ino

@@ -24,14 +24,14 @@ from hpcfsdp.text.json_input import Tail, lines, records, step_of
 log = logging.getLogger("hpcfsdp.observe")
 
 
-class _Lines:
+class _JsonLinesFile:
     """Appends records to a file. For one rank alone, from any thread.
 
     A file that cannot be written ends no training: the first error is logged, and records are lost until it can.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if the folder cannot be made."""
+        """Open the file. Raises OSError if the folder cannot be made."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._restarts = path, env.restarts()
         self._fd = -1
@@ -75,7 +75,7 @@ class _Lines:
             os.close(fd)
 
 
-class MetricsFile(_Lines):
+class MetricsFile(_JsonLinesFile):
     """A JSONL file of records that have a "step"."""
 
     def __init__(self, path: Path, *, resume_step: int = 0) -> None:
@@ -90,7 +90,7 @@ class MetricsFile(_Lines):
         super().__init__(path)
 
 
-class EventsFile(_Lines):
+class EventsFile(_JsonLinesFile):
     """A JSONL file of events, to which every run in the folder appends."""
 
     def write_event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ class EventsFile(_Lines):
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines, without lines that are damaged; empty without a file that can be read."""
+    """Return the records of a file of JSON lines that are sound; empty without a file that can be read."""
     try:
         return list(records(path))
     except OSError as error:
@@ -108,7 +108,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def last_step(found: Sequence[Mapping[str, Any]]) -> int:
-    """The highest step of records; 0 without one."""
+    """Return the highest step of records; 0 without one."""
     return max((step for record in found if (step := step_of(record)) is not None), default=0)
 
 
@@ -124,7 +124,7 @@ def append_end(path: Path, step: int, message: str) -> None:
 
 
 def finite(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The same values for JSON, and floats that it has no number for, null there, as text by name.
+    """Return the values for JSON, and floats that it has no number for, null there, as text by name.
 
     Other numbers become int or float, and what JSON has no value for becomes text.
     """
@@ -134,7 +134,7 @@ def finite(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def utc_now() -> str:
-    """The date and time, ISO 8601 in UTC."""
+    """Return the date and time, ISO 8601 in UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 

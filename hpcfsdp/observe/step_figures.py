@@ -16,7 +16,7 @@ from hpcfsdp.errors import UsageError
 from hpcfsdp.observe.facts import Facts
 from hpcfsdp.observe.records import finite, utc_now
 from hpcfsdp.text import json_input
-from hpcfsdp.timeline import Stretch
+from hpcfsdp.timeline import Interval
 
 SERIES = ("loss", "grad_norm", "lr", "tokens_per_s", "comm_share", "flop_utilisation", "memory_peak_bytes")
 """Figures that checkpoints hold as curves."""
@@ -32,12 +32,12 @@ _RESERVED = {
 
 
 def pack(number: float, rank: int) -> int:
-    """A number >= 0, rounded down to a whole one below 2**41, and a rank."""
+    """Return one int64 of a number >= 0, rounded down to a whole one below 2**41, and a rank."""
     return min(max(int(number), 0), (1 << 63 - _RANK_BITS) - 1) << _RANK_BITS | rank
 
 
 def unpack(packed: int) -> tuple[int, int]:
-    """The number and the rank."""
+    """Return the number and the rank."""
     return packed >> _RANK_BITS, packed & ((1 << _RANK_BITS) - 1)
 
 
@@ -90,7 +90,7 @@ class Sums:
 
     @_compat.outside_of_modes
     def send_to_host(self) -> None:
-        """Not collective. Begin to copy what is on a device; ``read`` after that work is done."""
+        """Begin to copy what is on a device; ``read`` after that work is done. Not collective."""
         merged = {**self._sums, **self._latest}
         self._on_device = [name for name, value in merged.items() if isinstance(value, torch.Tensor)]
         if self._on_device:
@@ -98,18 +98,18 @@ class Sums:
             self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
             self._host.copy_(stacked, non_blocking=True)
 
-    def read(self) -> Read:
-        """The numbers."""
+    def read(self) -> Totals:
+        """Return the numbers."""
         merged = {**self._sums, **self._latest}
         if self._host is not None:
             merged |= dict(zip(self._on_device, self._host.tolist(), strict=True))
         loss = merged.pop("loss", None)
         values = {name: value if name in self._latest else value / self.steps for name, value in merged.items()}
-        return Read(self.steps, loss, self._weight, self.tokens, self.is_reduced, values)
+        return Totals(self.steps, loss, self._weight, self.tokens, self.is_reduced, values)
 
 
 @dataclass(frozen=True)
-class Read:
+class Totals:
     """The sums of a rank as numbers.
 
     Attributes:
@@ -126,7 +126,7 @@ class Read:
 
 
 def scalar(name: str, value: Any, keep_on_device: bool = False) -> Any:
-    """A number as float; if asked for, a tensor on a device as a 0-d float64 tensor of its own memory.
+    """Return a number as float; if asked for, a tensor on a device as a 0-d float64 tensor of its own memory.
 
     Raises:
         UsageError: it is neither.
@@ -152,18 +152,18 @@ def check_names(values: Mapping[str, Any]) -> None:
             raise UsageError(f"observe: {name!r} is a figure of every record: give yours another name")
 
 
-class Reduction:
-    """The figures of all ranks. Creating one is collective, and waits for no rank."""
+class FigureReduction:
+    """The figures of all ranks. Creating one is collective over `comm`, and waits for no rank."""
 
     def __init__(
-        self, comm: Communicator, step: int, sums: Read, stretch: Stretch, memory: tuple[int, int], facts: Facts
+        self, comm: Communicator, step: int, sums: Totals, interval: Interval, memory: tuple[int, int], facts: Facts
     ) -> None:
         """
         Args:
             memory: bytes now and at the peak.
         """
         self.step, self.sums, self._facts, self._size = step, sums, facts, comm.size
-        seconds, waited_s = stretch.read()
+        seconds, waited_s = interval.read()
         seconds, waited_s = seconds / sums.steps, waited_s / sums.steps
         share, busy_s = waited_s / seconds, seconds - waited_s
         loss = sums.loss if sums.loss is not None and not sums.is_reduced else 0.0
@@ -185,7 +185,7 @@ class Reduction:
         ]
 
     def record(self) -> dict[str, Any]:
-        """The record, without memory by kind. Waits for the other ranks."""
+        """Wait for the other ranks, and return the record, without memory by kind."""
         for work in self._work:
             if work is not None:
                 work.wait()
@@ -227,43 +227,45 @@ class Pipeline:
     """Figures of the last steps on their way to records: to be read from a device, then being reduced."""
 
     def __init__(self, comm: Communicator, facts: Facts, *, lag: int) -> None:
-        """Not collective.
+        """Begin without figures. Not collective.
 
         Args:
             lag: records whose figures a device may still compute; they are not read yet.
         """
         self._comm, self._facts, self._lag = comm, facts, lag
-        self._unread: deque[tuple[int, Sums, Stretch, tuple[int, int], int]] = deque()
-        self._reducing: deque[tuple[Reduction, int]] = deque()
+        self._unread: deque[tuple[int, Sums, Interval, tuple[int, int], int]] = deque()
+        self._reducing: deque[tuple[FigureReduction, int]] = deque()
 
     def put(
-        self, step: int, sums: Sums, stretch: Stretch, memory: tuple[int, int], gathered: int
+        self, step: int, sums: Sums, interval: Interval, memory: tuple[int, int], gathered: int
     ) -> list[tuple[dict[str, Any], int]]:
-        """Collective. Take the figures of a record.
+        """Take the figures of a record. Collective over the ranks of the model.
 
         Args:
-            memory: see ``Reduction``.
+            memory: see ``FigureReduction``.
             gathered: the most bytes of gathered values on this rank.
 
         Returns:
             Earlier records that are complete now, with what was given as `gathered` for them.
         """
-        self._unread.append((step, sums, stretch, memory, gathered))
+        self._unread.append((step, sums, interval, memory, gathered))
         complete = self._finish()
         self._begin(self._lag)
         return complete
 
     def flush(self) -> list[tuple[dict[str, Any], int]]:
-        """Collective. All that are left. Waits for the device and for other ranks."""
+        """Return all that are left; wait for the device and for other ranks. Collective over the ranks of the model."""
         complete = self._finish()
         self._begin(0)
         return complete + self._finish()
 
     def _begin(self, keep: int) -> None:
         while len(self._unread) > keep:
-            step, sums, stretch, memory, gathered = self._unread.popleft()
-            stretch.wait()
-            self._reducing.append((Reduction(self._comm, step, sums.read(), stretch, memory, self._facts), gathered))
+            step, sums, interval, memory, gathered = self._unread.popleft()
+            interval.wait()
+            self._reducing.append(
+                (FigureReduction(self._comm, step, sums.read(), interval, memory, self._facts), gathered)
+            )
 
     def _finish(self) -> list[tuple[dict[str, Any], int]]:
         found = [(reduction.record(), gathered) for reduction, gathered in self._reducing]
@@ -272,12 +274,12 @@ class Pipeline:
 
 
 def rounded(share: float) -> float:
-    """With six significant digits."""
+    """Return a share with six significant digits."""
     return float(f"{share:.6g}")
 
 
 @dataclass
-class Series:
+class Curves:
     """Curves of a run: name -> steps and values."""
 
     curves: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
@@ -308,7 +310,7 @@ class Series:
 
 
 def flat_numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a record by name, as "memory/peak_bytes" for those within; without the step."""
+    """Return the numbers of a record by name, as "memory/peak_bytes" for those within; without the step."""
     found: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):

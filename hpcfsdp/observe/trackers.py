@@ -14,17 +14,17 @@ class Tracker(Protocol):
     """An object that gets figures. ``Run`` calls it on rank 0 alone."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Figures of a step by name, such as "loss" and "memory/peak_bytes"; all are finite."""
+        """Take figures of a step by name, such as "loss" and "memory/peak_bytes"; all are finite."""
 
     def close(self) -> None:
-        """The run has ended."""
+        """End: the run has ended."""
 
 
 class TensorBoard:
     """Writes event files of TensorBoard to the folder tensorboard/ of the run, with torch's ``SummaryWriter``."""
 
     def __init__(self, directory: Path, *, resume_step: int = 0) -> None:
-        """Not collective. TensorBoard hides what an earlier run has written about later steps than `resume_step`."""
+        """Open the event file. TensorBoard hides what an earlier run has written of steps after `resume_step`."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(
@@ -47,7 +47,7 @@ class WandB:
     """
 
     def __init__(self, directory: Path, *, resume_step: int = 0) -> None:
-        """Not collective. Steps up to `resume_step` are there already."""
+        """Begin the run, or go on with it: steps up to `resume_step` are there already."""
         import wandb
 
         del resume_step  # wandb refuses steps that it has, with a warning
@@ -71,7 +71,7 @@ _BY_NAME: dict[str, tuple[Callable[..., Tracker], str]] = {
 
 
 def check_trackers(names: Iterable[Any]) -> None:
-    """Not collective. Raise a UsageError for a name that is unknown, or whose library is not installed.
+    """Raise a UsageError for a name that is unknown, or whose library is not installed. Not collective.
 
     Objects with the methods of ``Tracker`` pass.
     """
@@ -90,5 +90,5 @@ def check_trackers(names: Iterable[Any]) -> None:
 
 
 def make_trackers(names: Iterable[Any], directory: Path, *, resume_step: int) -> list[Tracker]:
-    """On rank 0. The trackers of these names; objects are returned as they are."""
+    """Return the trackers of these names; objects are returned as they are. On rank 0."""
     return [_BY_NAME[name][0](directory, resume_step=resume_step) if isinstance(name, str) else name for name in names]

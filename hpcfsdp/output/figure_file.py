@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def new_figure(width: float, height: float, dpi: int = 120) -> Figure:
-    """An empty figure, sizes in inches, without a window system.
+    """Return an empty figure, sizes in inches, without a window system.
 
     Raises:
         HpcfsdpError: matplotlib cannot be loaded.

@@ -69,7 +69,7 @@ class SimpleProfiler:
 
     @contextlib.contextmanager
     def measure(self, phase: Phase, nbytes: int) -> Iterator[None]:
-        """A context for a turn of a phase. Turns may be nested, also of the same phase."""
+        """Measure a turn of a phase, within the context. Turns may be nested, also of the same phase."""
         began = time.perf_counter()
         self._inner.append(0.0)
         try:
@@ -88,7 +88,7 @@ _current: contextvars.ContextVar[SimpleProfiler | None] = contextvars.ContextVar
 
 
 def profile(phase: Phase, nbytes: int = 0) -> contextlib.AbstractContextManager[None]:
-    """A context whose time counts for `phase` in the active profiler, if there is one.
+    """Return a context whose time counts for `phase` in the active profiler, if there is one.
 
     Args:
         nbytes: moved in the context.

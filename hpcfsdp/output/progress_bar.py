@@ -26,10 +26,10 @@ class Progress:
         pass
 
     def step(self, step: int, text: str) -> None:
-        """Step number `step` is done. `text` is its summary."""
+        """Note that step number `step` is done. `text` is its summary."""
 
 
-class _Lines(Progress):
+class _LogLines(Progress):
     def __init__(self, logger: logging.Logger, first: int, last: int, every: int) -> None:
         self._logger, self._first, self._last, self._every = logger, first, last, every
 
@@ -64,19 +64,19 @@ class _Bar(Progress):
 
 
 def step_progress(logger: logging.Logger, rank: int, first: int, last: int, every: int) -> Progress:
-    """The display of steps `first` to `last` on rank `rank`. Ranks other than 0 show nothing.
+    """Return the display of steps `first` to `last` on rank `rank`. Ranks other than 0 show nothing.
 
     Args:
         every: steps between two lines without a terminal.
     """
     if rank != 0:
         return Progress()
-    return _Bar(first, last) if sys.stderr.isatty() else _Lines(logger, first, last, every)
+    return _Bar(first, last) if sys.stderr.isatty() else _LogLines(logger, first, last, every)
 
 
 @contextlib.contextmanager
 def byte_progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar for `nbytes` bytes during the block, which then disappears. None if stderr is not a terminal.
+    """Show a bar for `nbytes` bytes during the block, if stderr is a terminal.
 
     Args:
         what: the text in front of the bar.

@@ -4,12 +4,18 @@ Everything is arithmetic on the layouts that the engine itself uses. A model is 
 rank is started, and no rank is visited.
 """
 
-from hpcfsdp.plan.decoder import shape_of
 from hpcfsdp.plan.layouts import Precision, Setup
 from hpcfsdp.plan.links import DEVICES, Link, Links, link_of, measured_links
-from hpcfsdp.plan.models import Source, from_factory, from_function, from_numbers, from_run, from_transformers
-from hpcfsdp.plan.proposal import Proposal, Request, as_json, propose
-from hpcfsdp.plan.saving import Disk
+from hpcfsdp.plan.models import (
+    ModelSource,
+    from_factory,
+    from_function,
+    from_numbers,
+    from_run,
+    from_transformers,
+    shape_of,
+)
+from hpcfsdp.plan.proposal import Disk, Proposal, Request, as_json, propose
 from hpcfsdp.plan.step_time import Machine
 
 __all__ = [
@@ -18,11 +24,11 @@ __all__ = [
     "Link",
     "Links",
     "Machine",
+    "ModelSource",
     "Precision",
     "Proposal",
     "Request",
     "Setup",
-    "Source",
     "as_json",
     "from_factory",
     "from_function",

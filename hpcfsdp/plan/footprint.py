@@ -1,4 +1,4 @@
-"""The memory of a rank during a step: the engine's allocations, replayed over the events of a workload.
+"""The memory of a rank during a step: the engine's allocations, replayed over its events.
 
 The replay does what ``engine/context.py`` and ``params/gradient.py`` do on an accelerator, with numbers in place of
 tensors: which units are gathered when, where gradients wait, what a reduction takes. Order matters: memory counts as
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hpcfsdp.plan.layouts import OPTIMIZERS, Group, Layouts, Setup, allocated
-from hpcfsdp.plan.workload import Event, Kind, Workload
+from hpcfsdp.plan.layouts import OPTIMIZERS, Layouts, PlannedGroup, Setup, allocated
+from hpcfsdp.plan.traced_step import EventKind, StepEvent, TracedStep
 
 KINDS = ("parameters", "optimizer", "gradients", "gathered", "unit gradients", "activations", "scratch")
 """What memory is for: shards and buffers, the optimizer's state, shards of gradients, values of units that compute,
@@ -56,9 +56,9 @@ class Footprint:
     course: tuple[Moment, ...]
 
 
-def footprint(workload: Workload, setup: Setup) -> Footprint:
-    """The memory of the worst rank. Pure: takes as long for one rank as for any number."""
-    return Replay(workload, setup).run()
+def footprint(step: TracedStep, setup: Setup) -> Footprint:
+    """Return the memory of the worst rank. Pure: takes as long for one rank as for any number."""
+    return Replay(step, setup).run()
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ class ReplayedUnit:
     """
 
     index: int
-    groups: tuple[Group, ...]
+    groups: tuple[PlannedGroup, ...]
     gathers: bool
     keeps: bool
     is_gathered: bool = False
@@ -89,10 +89,10 @@ class ReplayedUnit:
 class Replay:
     """One step, in the order in which a program asks for memory. ``step_time`` adds times to it."""
 
-    def __init__(self, workload: Workload, setup: Setup) -> None:
-        self.workload, self.setup = workload, setup
-        layouts = Layouts(workload.units, setup)
-        last = len(workload.units) - 1
+    def __init__(self, step: TracedStep, setup: Setup) -> None:
+        self.step, self.setup = step, setup
+        layouts = Layouts(step.units, setup)
+        last = len(step.units) - 1
         self.units = [
             ReplayedUnit(
                 index,
@@ -102,7 +102,7 @@ class Replay:
             )
             for index, groups in enumerate(layouts.groups)
         ]
-        backwards = [event.unit for event in workload.events if event.kind is Kind.BACKWARD]
+        backwards = [event.unit for event in step.events if event.kind is EventKind.BACKWARD]
         self._next = dict(itertools.pairwise(backwards))
         self._last_backward = backwards[-1] if backwards else -1
         self._now: Counter[str] = Counter()
@@ -125,7 +125,7 @@ class Replay:
         shards = sum(group.shard_bytes for group in groups)
         grads = sum(allocated(group.layout.shard_numel, group.dtypes.grad) for group in trained)
         host = {}
-        self._now["parameters"] = self.workload.buffer_bytes + self._small_bytes()
+        self._now["parameters"] = self.step.buffer_bytes + self._small_bytes()
         if setup.offload:
             host = {
                 "parameters": shards,
@@ -139,8 +139,8 @@ class Replay:
         at_rest = self._moment("between steps")
         if setup.accumulation > 1 and not setup.offload:
             self._now["gradients"] = grads
-        for event in self.workload.events:
-            self._step(event)
+        for event in self.step.events:
+            self._on_event(event)
         self._finish()
         if not setup.offload:
             self._what = "optimizer step"
@@ -150,28 +150,28 @@ class Replay:
 
     # What a schedule of the same step adds
 
-    def on_compute(self, event: Event) -> None:
-        """Modules compute from an event to the next one."""
+    def on_compute(self, event: StepEvent) -> None:
+        """Hear that modules compute from an event to the next one."""
 
     def on_gather(self, unit: ReplayedUnit) -> None:
-        """The values of a unit begin to be gathered."""
+        """Hear that the values of a unit begin to be gathered."""
 
     def on_bind(self, unit: ReplayedUnit) -> None:
-        """Modules compute with the values of a unit from here on."""
+        """Hear that modules compute with the values of a unit from here on."""
 
     def on_reshard(self, unit: ReplayedUnit) -> None:
-        """Modules have computed with the values of a unit."""
+        """Hear that modules have computed with the values of a unit."""
 
     def on_free(self, unit: ReplayedUnit) -> None:
-        """The next gather may write the memory of a unit that was resharded."""
+        """Hear that the next gather may write the memory of a unit that was resharded."""
 
     def on_reduce(self, unit: ReplayedUnit, place: int) -> None:
-        """A group of gradients begins to be reduced."""
+        """Hear that a group of gradients begins to be reduced."""
 
     # Memory
 
     def _small_bytes(self) -> int:
-        """One number for each parameter, which modules hold at rest."""
+        """Return the bytes of one number for each parameter, which modules hold at rest."""
         if self.setup.front != "class":
             return 0
         return sum(allocated(len(group.params), group.dtypes.param) for unit in self.units for group in unit.groups)
@@ -193,28 +193,28 @@ class Replay:
         self._mark()
 
     def _taken(self, kind: str, nbytes: int) -> None:
-        """For a moment."""
+        """Take memory and give it back at once."""
         self._take(kind, nbytes)
         self._now[kind] -= nbytes
 
     # Events
 
-    def _step(self, event: Event) -> None:
+    def _on_event(self, event: StepEvent) -> None:
         unit = self.units[event.unit]
-        name = self.workload.units[event.unit].name or "the model"
-        if event.kind is not Kind.GRADIENT:
+        name = self.step.units[event.unit].name or "the model"
+        if event.kind is not EventKind.GRADIENT:
             self._what = f"{event.kind.value} of {name}"
-        if event.kind is Kind.FORWARD:
+        if event.kind is EventKind.FORWARD:
             self._unshard(unit)
             self.on_bind(unit)
-        elif event.kind is Kind.FORWARD_END:
+        elif event.kind is EventKind.FORWARD_END:
             if not unit.keeps:
                 self._reshard(unit)
             if event.unit == len(self.units) - 1:
                 self._free_retired(keep=0)
-        elif event.kind is Kind.BACKWARD:
+        elif event.kind is EventKind.BACKWARD:
             self._begin_backward(unit)
-        elif event.kind is Kind.GRADIENT:
+        elif event.kind is EventKind.GRADIENT:
             self._what = f"backward of {name}"
             self._has_grad(unit, event.param)
         else:
@@ -266,7 +266,7 @@ class Replay:
     def _begin_backward(self, unit: ReplayedUnit) -> None:
         unit.in_backward = True
         unit.outstanding = {place: len(group.params) for place, group in enumerate(unit.groups) if group.trained}
-        if unit.index in self.workload.outer:
+        if unit.index in self.step.outer:
             self._at_end.append(unit)
         else:
             self._enqueue(unit)
@@ -362,13 +362,13 @@ class Replay:
             self._now["gradients"] -= grad
 
 
-def _gathers(group: Group, setup: Setup) -> bool:
-    """Whether values of the group take memory beside the shard: not where one rank computes with the shard itself."""
+def _gathers(group: PlannedGroup, setup: Setup) -> bool:
+    """Return whether gathered values take memory: not where one rank computes with the shard itself."""
     return setup.shards > 1 or setup.offload or group.dtypes.compute != group.dtypes.param
 
 
-def scatter_scratch(group: Group, setup: Setup, output: torch.dtype) -> int:
-    """Bytes that a reduce-scatter takes, besides its input and output."""
+def scatter_scratch(group: PlannedGroup, setup: Setup, output: torch.dtype) -> int:
+    """Return bytes that a reduce-scatter takes, besides its input and output."""
     dtypes, shard = group.dtypes, group.layout.shard_numel
     total = 0 if output == dtypes.accumulate else allocated(shard, dtypes.accumulate)
     if dtypes.reduce == dtypes.accumulate:
@@ -383,8 +383,8 @@ def scatter_scratch(group: Group, setup: Setup, output: torch.dtype) -> int:
     return allocated(group.padded_numel, dtypes.reduce) + total
 
 
-def all_reduce_scratch(numel: int, group: Group, ranks: int) -> int:
-    """Bytes that an all-reduce of so many elements takes, besides them."""
+def all_reduce_scratch(numel: int, group: PlannedGroup, ranks: int) -> int:
+    """Return bytes that an all-reduce of so many elements takes, besides them."""
     dtypes = group.dtypes
     if dtypes.reduce == dtypes.accumulate:
         return 0

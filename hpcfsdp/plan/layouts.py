@@ -15,7 +15,7 @@ from hpcfsdp.params.granularity import Granularity
 from hpcfsdp.params.layout import FlatLayout, round_up
 from hpcfsdp.params.sharded_params import Dtypes
 from hpcfsdp.plan.meta_trace import ALLOCATED_BYTES
-from hpcfsdp.plan.workload import Param, PlannedUnit
+from hpcfsdp.plan.traced_step import Param, PlannedUnit
 
 Front = Literal["class", "fully_shard"]
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -38,7 +38,7 @@ class Precision:
     keep_low_precision_grads: bool = False
 
     def dtypes(self, param: torch.dtype) -> Dtypes:
-        """Those of parameters of one dtype."""
+        """Return the dtypes of parameters that have one dtype."""
         return Dtypes.plan(
             param, param=self.compute, reduce=self.reduce, keep_low_precision_grads=self.keep_low_precision_grads
         )
@@ -118,12 +118,12 @@ OPTIMIZERS = {
 
 
 def allocated(numel: int, dtype: torch.dtype) -> int:
-    """Bytes that an allocator gives for so many elements."""
+    """Return bytes that an allocator gives for so many elements."""
     return round_up(numel * dtype.itemsize, ALLOCATED_BYTES)
 
 
 @dataclass(frozen=True)
-class Group:
+class PlannedGroup:
     """Parameters of a unit that are gathered together.
 
     Attributes:
@@ -158,8 +158,8 @@ class Group:
         return allocated(self.layout.shard_numel, self.dtypes.param)
 
 
-def groups_of(unit: PlannedUnit, setup: Setup) -> tuple[Group, ...]:
-    """The groups of a unit: by dtype, and by whether they are trained."""
+def groups_of(unit: PlannedUnit, setup: Setup) -> tuple[PlannedGroup, ...]:
+    """Return the groups of a unit: by dtype, and by whether they are trained."""
     found: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index, param in enumerate(unit.params):
         found.setdefault((param.dtype, param.trained), []).append(index)
@@ -169,7 +169,9 @@ def groups_of(unit: PlannedUnit, setup: Setup) -> tuple[Group, ...]:
     )
 
 
-def _group(members: Sequence[int], params: Sequence[Param], setup: Setup, dtype: torch.dtype, trained: bool) -> Group:
+def _group(
+    members: Sequence[int], params: Sequence[Param], setup: Setup, dtype: torch.dtype, trained: bool
+) -> PlannedGroup:
     dtypes = setup.precision.dtypes(dtype)
     layout: FlatLayout | DTensorLayout
     stepped: tuple[int, ...]
@@ -187,15 +189,15 @@ def _group(members: Sequence[int], params: Sequence[Param], setup: Setup, dtype:
         given = [(param.fqn, shape, 0, (), None) for param, shape in zip(params, shapes, strict=True)]
         layout = DTensorLayout.plan(given, dtype, setup.shards, itemsize=dtypes.itemsize)
         stepped = tuple(slot.chunk_numel for slot in layout.slots)  # of rank 0: no rank has more
-    return Group(tuple(members), tuple(params), dtypes, layout, stepped, trained)
+    return PlannedGroup(tuple(members), tuple(params), dtypes, layout, stepped, trained)
 
 
 class Layouts:
     """The groups of all units of a model; those of units that are alike are made once."""
 
     def __init__(self, units: Sequence[PlannedUnit], setup: Setup) -> None:
-        alike: dict[tuple[Param, ...], tuple[Group, ...]] = {}
-        self.groups: list[tuple[Group, ...]] = []
+        alike: dict[tuple[Param, ...], tuple[PlannedGroup, ...]] = {}
+        self.groups: list[tuple[PlannedGroup, ...]] = []
         for unit in units:
             if unit.params not in alike:
                 alike[unit.params] = groups_of(unit, setup)

@@ -1,10 +1,16 @@
-"""Links between ranks, and devices: assumed, given, or measured by ``hpcfsdp doctor --json``."""
+"""Links between ranks, devices, and what collectives take on them: bytes and time.
+
+Groups of ranks lie on nodes as ``world.mesh(replicate=..., shard=...)`` places them: the ranks of a copy are
+neighbours. What comes from other nodes arrives at a node once and is passed on within it.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +98,14 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """One of ``DEVICES``. Raises a UsageError that names the nearest."""
+    """Return one of ``DEVICES``. Raises a UsageError that names the nearest."""
     if name not in DEVICES:
         raise UsageError(f"plan: unknown device {name!r}{nearest(name, DEVICES)}; known are {', '.join(DEVICES)}")
     return DEVICES[name]
 
 
 def link_of(text: str) -> Link:
-    """A link by its name, or as "BANDWIDTH,LATENCY": GB/s for each rank, and microseconds.
+    """Return a link by its name, or as "BANDWIDTH,LATENCY": GB/s for each rank, and microseconds.
 
     Raises:
         UsageError: neither.
@@ -121,7 +127,7 @@ def link_of(text: str) -> Link:
 
 
 def measured_links(path: Path, assumed: Links) -> Links:
-    """The links in a report of ``hpcfsdp doctor --json``; those of `assumed` where it measured none.
+    """Return the links in a report of ``hpcfsdp doctor --json``; those of `assumed` where it measured none.
 
     Raises:
         UsageError: the file cannot be read, or holds no measured link.
@@ -153,3 +159,79 @@ def _measured(found: Any, path: Path) -> Link | None:
     if not (0 < bandwidth < float("inf") and 0 <= latency < float("inf")):
         raise UsageError(f"plan: {path}: a link with {bandwidth:g} bytes/s and {latency:g} s cannot be planned with")
     return Link(latency, bandwidth, f"measured, {path.name}")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What collectives take, for one rank.
+
+    Attributes:
+        within_bytes: received from ranks of the same node.
+        between_bytes: received from other nodes.
+        latency_s: the part of the time that does not depend on bytes.
+        transfer_s: the part that does.
+        calls: collectives.
+    """
+
+    within_bytes: float = 0.0
+    between_bytes: float = 0.0
+    latency_s: float = 0.0
+    transfer_s: float = 0.0
+    calls: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.latency_s + self.transfer_s
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*map(operator.add, astuple(self), astuple(other)))
+
+    def __mul__(self, count: float) -> Traffic:
+        *amounts, calls = (count * each for each in astuple(self))
+        return Traffic(*amounts, round(calls))
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that communicate.
+
+    Attributes:
+        per_node: ranks on each of its nodes.
+        nodes: over which it lies.
+    """
+
+    per_node: int
+    nodes: int
+
+    @property
+    def size(self) -> int:
+        return self.per_node * self.nodes
+
+    @classmethod
+    def of_shards(cls, shards: int, ranks_per_node: int) -> RankGroup:
+        """Return neighbours: where a node's ranks do not divide, as many on each node as always fit."""
+        per_node = math.gcd(shards, ranks_per_node)
+        return cls(per_node, shards // per_node)
+
+    @classmethod
+    def of_replicas(cls, replicas: int, shards: int, ranks_per_node: int) -> RankGroup:
+        """Return the ranks at the distance of a copy."""
+        per_node = math.gcd(replicas, max(1, ranks_per_node // math.gcd(shards, ranks_per_node)))
+        return cls(per_node, replicas // per_node)
+
+    def gather(self, nbytes: float, links: Links) -> Traffic:
+        """Return what an all-gather, or a reduce-scatter, of so many bytes over all ranks together takes."""
+        if self.size == 1:
+            return Traffic()
+        between = nbytes * (self.nodes - 1) / (self.nodes * self.per_node)
+        within = max(0.0, nbytes * (self.size - 1) / self.size - between)
+        # A ring: each part passes all ranks, and crosses nodes once for each of the others.
+        hops_between = self.nodes - 1
+        latency = hops_between * links.between.latency_s + (self.size - 1 - hops_between) * links.within.latency_s
+        transfer = max(within / links.within.bytes_per_s, between / links.between.bytes_per_s)
+        return Traffic(within, between, latency, transfer, 1)
+
+    def all_reduce(self, nbytes: float, links: Links) -> Traffic:
+        """Return what an all-reduce of so many bytes on each rank takes: a reduce-scatter and an all-gather."""
+        half = self.gather(nbytes, links)
+        return replace(half * 2, calls=half.calls)

@@ -23,7 +23,7 @@ from hpcfsdp import _compat
 from hpcfsdp.engine.nested import apply_to_tensors, tensors_in
 from hpcfsdp.errors import UsageError
 from hpcfsdp.params.layout import round_up
-from hpcfsdp.plan.workload import Event, Kind, Param, PlannedUnit, Workload
+from hpcfsdp.plan.traced_step import EventKind, Param, PlannedUnit, StepEvent, TracedStep
 
 ALLOCATED_BYTES = 512
 """Allocators of accelerators give multiples of it."""
@@ -39,7 +39,7 @@ def trace(
     compute: torch.dtype | None = None,
     checkpointed: bool = False,
     fused: bool = True,
-) -> Workload:
+) -> TracedStep:
     """Run a forward and a backward of a model on the meta device. Its parameters take the dtype `compute`.
 
     Args:
@@ -61,44 +61,44 @@ def trace(
         model.register_forward_pre_hook(
             functools.partial(_cast_inputs, compute), with_kwargs=True
         )  # as the engine does
-    recorder = _Recorder(model.parameters())
+    log = _EventLog(model.parameters())
     outer = {
         index for index, module in enumerate(modules) if any(each in set(module.modules()) for each in modules[:index])
     }
-    steps = [_UnitSteps(index, params, recorder, index in outer) for index, params in enumerate(owned)]
-    recording = [(module, step) for module, step in zip(modules, steps, strict=True) if owned[step.index]]
+    hooks = [_UnitEvents(index, params, log, index in outer) for index, params in enumerate(owned)]
+    hooked = [(module, unit) for module, unit in zip(modules, hooks, strict=True) if owned[unit.index]]
     with contextlib.ExitStack() as stack:
         if checkpointed:
             for module in modules[:-1]:
                 stack.enter_context(_recomputed(module))
-        for module, step in recording:
-            stack.enter_context(step.attached(module))
+        for module, unit in hooked:
+            stack.enter_context(unit.attached(module))
         if fused:
-            stack.enter_context(_fused_kernels(recorder.meter))
-        stack.enter_context(recorder.meter)
+            stack.enter_context(_fused_kernels(log.meter))
+        stack.enter_context(log.meter)
         loss = loss_of(model)
         loss.backward()
         del loss
-    for _, step in reversed(recording):  # the root first, as at the end of a backward of the engine
-        step.end_backward()
-    recorder.close()
-    return Workload(
+    for _, unit in reversed(hooked):  # the root first, as at the end of a backward of the engine
+        unit.end_backward()
+    log.close()
+    return TracedStep(
         name,
         planned,
-        tuple(recorder.events),
+        tuple(log.events),
         buffer_bytes=sum(round_up(buffer.nbytes, ALLOCATED_BYTES) for buffer in set(model.buffers())),
         tokens=tokens,
-        outer=frozenset(outer | {step.index for step in steps if step.num_calls > 1}),
+        outer=frozenset(outer | {unit.index for unit in hooks if unit.num_calls > 1}),
         checkpointed=checkpointed,
         compute=compute,
-        truths=recorder.meter.truths,
+        truths=log.meter.truths,
     )
 
 
 def describe_units(
     model: nn.Module, modules: Sequence[nn.Module]
 ) -> tuple[tuple[PlannedUnit, ...], list[dict[nn.Parameter, int]]]:
-    """The units of these modules, the model last, and for each its own parameters with their indices.
+    """Return the units of these modules, the model last, and for each its own parameters with their indices.
 
     Raises:
         UsageError: two units share a parameter.
@@ -147,7 +147,7 @@ def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) 
 
 
 def _grouped_mm_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **_options: Any) -> int:
-    """Matrix products of experts: rows of `a`, or what is summed over, are divided among them."""
+    """Count matrix products of experts: rows of `a`, or what is summed over, are divided among them."""
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
@@ -194,16 +194,16 @@ class _Meter(_compat.TorchDispatchMode):
         self.live -= self._known.pop(address)
 
 
-class _Recorder:
+class _EventLog:
     """The events of a step."""
 
     def __init__(self, params: Iterator[torch.Tensor]) -> None:
         self.meter = _Meter(list(params))
-        self.events: list[Event] = []
-        self._open: tuple[Kind, int, int, int] | None = None
+        self.events: list[StepEvent] = []
+        self._open: tuple[EventKind, int, int, int] | None = None
 
-    def note(self, kind: Kind, unit: int, param: int = 0) -> None:
-        """An event: what has been counted since the last one belongs to that."""
+    def note(self, kind: EventKind, unit: int, param: int = 0) -> None:
+        """Note an event: what has been counted since the last one belongs to that."""
         self.close()
         self._open = kind, unit, param, self.meter.live
 
@@ -213,18 +213,18 @@ class _Recorder:
         if self._open is not None:
             kind, unit, param, before = self._open
             high = max(meter.high, meter.live) - before
-            self.events.append(Event(kind, unit, param, max(high, 0), meter.live - before, meter.flops))
+            self.events.append(StepEvent(kind, unit, param, max(high, 0), meter.live - before, meter.flops))
         self._open = None
         meter.high, meter.flops = meter.live, 0
 
 
-class _UnitSteps:
+class _UnitEvents:
     """Notes the events of one unit, when the engine would act on them."""
 
-    def __init__(self, index: int, params: dict[nn.Parameter, int], recorder: _Recorder, is_outer: bool) -> None:
+    def __init__(self, index: int, params: dict[nn.Parameter, int], log: _EventLog, is_outer: bool) -> None:
         self.index = index
         self.num_calls = 0
-        self._params, self._recorder, self._is_outer = params, recorder, is_outer
+        self._params, self._log, self._is_outer = params, log, is_outer
         self._trained = sum(param.requires_grad for param in params)
         self._has_frozen = self._trained < len(params)
         self._grads_left, self._inputs_left, self._num_inputs = self._trained, 0, 0
@@ -232,7 +232,7 @@ class _UnitSteps:
 
     @contextlib.contextmanager
     def attached(self, module: nn.Module) -> Iterator[None]:
-        """A context in which the events of a module are noted."""
+        """Note the events of a module, within the context."""
         hooks = [
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             module.register_forward_hook(self._after_forward),
@@ -249,11 +249,11 @@ class _UnitSteps:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         del module
         self.num_calls += 1
-        self._recorder.note(Kind.FORWARD, self.index)
+        self._log.note(EventKind.FORWARD, self.index)
         return apply_to_tensors(self._lend, (args, kwargs))
 
     def _lend(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of an input, whose gradient arrives when the backward of this call is over."""
+        """Return a view of an input, whose gradient arrives when the backward of this call is over."""
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
         self._num_inputs += 1
@@ -267,17 +267,17 @@ class _UnitSteps:
         for tensor in tensors_in(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(self._output_has_grad)
-        self._recorder.note(Kind.FORWARD_END, self.index)
+        self._log.note(EventKind.FORWARD_END, self.index)
 
     def _output_has_grad(self, grad: torch.Tensor) -> None:
         del grad
         if not self._in_backward:
             self._in_backward = True
-            self._recorder.note(Kind.BACKWARD, self.index)
+            self._log.note(EventKind.BACKWARD, self.index)
 
     def _has_grad(self, param: nn.Parameter, index: int) -> None:
         param.grad = None  # counted by the event
-        self._recorder.note(Kind.GRADIENT, self.index, index)
+        self._log.note(EventKind.GRADIENT, self.index, index)
         self._grads_left -= 1
         self._end_if_complete()
 
@@ -295,12 +295,12 @@ class _UnitSteps:
         """End the backward of the unit, if it has begun."""
         if self._in_backward and not self._has_ended:
             self._has_ended = True
-            self._recorder.note(Kind.BACKWARD_END, self.index)
+            self._log.note(EventKind.BACKWARD_END, self.index)
 
 
 @contextlib.contextmanager
 def _recomputed(module: nn.Module) -> Iterator[None]:
-    """A context in which a module computes its forward again in the backward."""
+    """Have a module compute its forward again in the backward, within the context."""
     forward = module.forward
     module.forward = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     try:
@@ -311,7 +311,7 @@ def _recomputed(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fused_kernels(meter: _Meter) -> Iterator[None]:
-    """A context in which attention and RMSNorm have the memory and the operations of fused kernels.
+    """Give attention and RMSNorm the memory and the operations of fused kernels, within the context.
 
     Not a mode of torch: these do not reach what a backward computes once more.
     """
@@ -333,7 +333,7 @@ def _rms_norm(
     input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
     del eps
-    made: torch.Tensor = _RmsNorm.apply(input, weight, len(tuple(normalized_shape)))
+    made: torch.Tensor = _FusedRmsNorm.apply(input, weight, len(tuple(normalized_shape)))
     return made
 
 
@@ -350,11 +350,11 @@ def _attention(
     del dropout_p, options
     lengths = query.shape[-2] * key.shape[-2]
     flops = 2 * query.shape[:-2].numel() * lengths * (query.shape[-1] + value.shape[-1]) // (2 if is_causal else 1)
-    made: torch.Tensor = _Attention.apply(meter, flops, query, key, value, attn_mask)
+    made: torch.Tensor = _FusedAttention.apply(meter, flops, query, key, value, attn_mask)
     return made
 
 
-class _RmsNorm(torch.autograd.Function):
+class _FusedRmsNorm(torch.autograd.Function):
     """RMSNorm by a kernel that saves its input and one number for each row."""
 
     @staticmethod
@@ -370,7 +370,7 @@ class _RmsNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight[0]) if weight else None, None
 
 
-class _Attention(torch.autograd.Function):
+class _FusedAttention(torch.autograd.Function):
     """Attention by a kernel that saves its inputs, its output and one number for each row of scores."""
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Where a planned model comes from: numbers, the configuration of a run, a factory, or transformers.
 
-All of them become a module on the meta device with a step, which ``Source.workload`` traces.
+All of them become a module on the meta device with a step, which ``ModelSource.step`` traces.
 """
 
 from __future__ import annotations
@@ -24,15 +24,125 @@ from hpcfsdp.engine.nested import apply_to_tensors, tensors_in
 from hpcfsdp.errors import UsageError
 from hpcfsdp.examples.gpt.run_config import ModelConfig, RunConfig, check
 from hpcfsdp.examples.gpt.transformer import GPT, Block
-from hpcfsdp.plan.decoder import Decoder, DecoderBlock, DecoderShape
 from hpcfsdp.plan.meta_trace import cast_floating, describe_units, trace
-from hpcfsdp.plan.workload import Workload, without_activations
+from hpcfsdp.plan.traced_step import TracedStep, without_activations
+
+_HEAD_WIDTH = 128
+_WIDTH_STEP = 256
+_GATE_RATIO = 8 / 3
+"""Hidden units of the feed-forward network for each of the width, as most such models have."""
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """The sizes of a decoder."""
+
+    layers: int
+    width: int
+    heads: int
+    hidden: int
+    vocabulary: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        block = 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
+        return self.layers * block + 2 * self.vocabulary * self.width + self.width
+
+
+def shape_of(
+    params: float, layers: int, *, width: int | None = None, heads: int | None = None, vocabulary: int = 32000
+) -> DecoderShape:
+    """Return the decoder with about so many parameters: its hidden units are chosen so that the number fits.
+
+    Args:
+        width: of the embedding; by default that at which feed-forward networks are 8/3 times as wide.
+        heads: of attention; by default 128 elements each.
+
+    Raises:
+        UsageError: no such decoder, or counts that do not divide.
+    """
+    if not (layers >= 1 and vocabulary >= 1 and params >= 1):
+        raise UsageError("plan: --params, --layers and --vocabulary must be positive")
+    if width is None:
+        a, b = (4 + 3 * _GATE_RATIO) * layers, 2.0 * vocabulary
+        ideal = (-b + (b * b + 4 * a * params) ** 0.5) / (2 * a)
+        step = _WIDTH_STEP if ideal >= _WIDTH_STEP else 16
+        width = max(step, round(ideal / step) * step)
+    if heads is None:
+        heads = max(1, width // _HEAD_WIDTH)
+    if width % heads or width // heads % 2:
+        raise UsageError(
+            f"plan: --width {width} must be a multiple of twice --heads {heads}, so that each head has an even "
+            "number of elements"
+        )
+    rest = params - 2 * vocabulary * width - width - layers * (4 * width**2 + 2 * width)
+    hidden = round(rest / (3 * width * layers))
+    if hidden < 1:
+        raise UsageError(
+            f"plan: {params:.3g} parameters are too few for {layers} layers of width {width} and a vocabulary of "
+            f"{vocabulary}: give fewer --layers, a smaller --width or --vocabulary, or more --params"
+        )
+    return DecoderShape(layers, width, heads, hidden, vocabulary)
+
+
+class DecoderBlock(nn.Module):
+    """Attention and a feed-forward network, each with a residual connection."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        width = shape.width
+        self.heads = shape.heads
+        self.attention_norm, self.feed_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query, self.key, self.value, self.merge = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(width, shape.hidden, bias=False), nn.Linear(width, shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+        """(batch, tokens, width) -> the same shape."""
+        normed = self.attention_norm(x)
+        query, key, value = (
+            project(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        query, key = _rotated(query, cosines, sines), _rotated(key, cosines, sines)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.merge(mixed.transpose(1, 2).flatten(2))
+        normed = self.feed_norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cosines + torch.cat((-second, first), -1) * sines
+
+
+class Decoder(nn.Module):
+    """Predicts the next token."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.head_width = shape.width // shape.heads
+        self.embed = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """(batch, tokens) -> logits (batch, tokens, vocabulary)."""
+        x = self.embed(ids)
+        angles = torch.empty(ids.shape[1], self.head_width, dtype=x.dtype, device=x.device)
+        cosines, sines = angles.cos(), angles.sin()
+        for block in self.blocks:
+            x = block(x, cosines, sines)
+        return self.head(self.norm(x))
+
 
 META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model, and how to make it.
 
     Attributes:
@@ -51,10 +161,10 @@ class Source:
     wrap: tuple[str, ...] = ()
     note: str = ""
 
-    def workload(
+    def step(
         self, *, compute: torch.dtype | None = None, param: torch.dtype | None = None, checkpointed: bool = False
-    ) -> Workload:
-        """The step of one rank, or only the parameters if the inputs of the model are not known.
+    ) -> TracedStep:
+        """Return the step of one rank, or only the parameters if the inputs of the model are not known.
 
         Args:
             compute: the dtype of the computation; None for that of the parameters.
@@ -92,10 +202,10 @@ class Source:
             ) from error
 
 
-def from_numbers(shape: DecoderShape, *, batch: int, sequence: int) -> Source:
-    """A decoder-only transformer of this shape."""
+def from_numbers(shape: DecoderShape, *, batch: int, sequence: int) -> ModelSource:
+    """Return a decoder-only transformer of this shape."""
     ids = torch.zeros(batch, sequence, dtype=torch.int64, device=META)
-    return Source(
+    return ModelSource(
         f"{shape.numel / 1e9:.3g}B decoder, {shape.layers} layers of width {shape.width}",
         lambda: Decoder(shape),
         lambda model: next_token_loss(model(ids), ids),
@@ -104,8 +214,8 @@ def from_numbers(shape: DecoderShape, *, batch: int, sequence: int) -> Source:
     )
 
 
-def from_run(path: str, ranks: int, ranks_per_node: int) -> tuple[Source, RunConfig]:
-    """The GPT of ``hpcfsdp train``, with the batch that its configuration gives to each of so many ranks.
+def from_run(path: str, ranks: int, ranks_per_node: int) -> tuple[ModelSource, RunConfig]:
+    """Return the GPT of ``hpcfsdp train``, with the batch that its configuration gives to each of so many ranks.
 
     Raises:
         UsageError: the file is no configuration, or cannot run on so many ranks.
@@ -122,18 +232,18 @@ def from_run(path: str, ranks: int, ranks_per_node: int) -> tuple[Source, RunCon
     return from_shape(found.model, batch=batch, name=f"the GPT of {path}"), found
 
 
-def from_shape(shape: ModelConfig, *, batch: int, name: str) -> Source:
-    """The GPT of ``hpcfsdp train`` of this shape."""
+def from_shape(shape: ModelConfig, *, batch: int, name: str) -> ModelSource:
+    """Return the GPT of ``hpcfsdp train`` of this shape."""
     ids = torch.zeros(batch, shape.context, dtype=torch.int64, device=META)
-    return Source(
+    return ModelSource(
         name, lambda: GPT(shape), lambda model: next_token_loss(model(ids), ids), ids.numel(), (Block.__name__,)
     )
 
 
 def from_factory(
     text: str, *, batch: int | None = None, sequence: int | None = None, wrap: Sequence[str] = ()
-) -> Source:
-    """A user's function, as ``package.module:function``: see ``from_function``.
+) -> ModelSource:
+    """Return the model of a user's function, given as ``package.module:function``: see ``from_function``.
 
     Raises:
         UsageError: it cannot be imported or called, or returns something else.
@@ -148,8 +258,8 @@ def from_function(
     batch: int | None = None,
     sequence: int | None = None,
     wrap: Sequence[str] = (),
-) -> Source:
-    """A function that returns a module, or a module and its inputs. It is called with meta as the default device.
+) -> ModelSource:
+    """Return the model of a function, which returns a module, or a module and its inputs; it is called on meta.
 
     Inputs are a tensor, a tuple of arguments or a dict of keyword arguments; without them the model gets token ids
     (`batch`, default 1, and `sequence`, default 4096) if it has an embedding, and only its parameters are planned
@@ -187,11 +297,11 @@ def from_function(
     args, kwargs = _arguments(inputs)
     tokens = next(map(_tokens_of, tensors_in((args, kwargs))), 0)
     step = None if inputs is None else lambda model: _any_loss(model(*args, **kwargs))
-    return Source(name, make, step, tokens if step else 0, tuple(wrap), note)
+    return ModelSource(name, make, step, tokens if step else 0, tuple(wrap), note)
 
 
-def from_transformers(path: str, *, batch: int, sequence: int, wrap: Sequence[str] = ()) -> Source:
-    """A causal language model of transformers, by its config.json, the folder of that, or a name in its cache.
+def from_transformers(path: str, *, batch: int, sequence: int, wrap: Sequence[str] = ()) -> ModelSource:
+    """Return a causal language model of transformers, by its config.json, the folder of that, or a name in its cache.
 
     Raises:
         UsageError: transformers is not installed, or there is no such configuration.
@@ -226,16 +336,16 @@ def from_transformers(path: str, *, batch: int, sequence: int, wrap: Sequence[st
     if longest and sequence > longest:
         raise UsageError(f"plan: --sequence {sequence} is more than the {longest} positions of {path}")
     name = f"{found.model_type} of {path}"
-    return Source(name, make, lambda model: model(input_ids=ids, labels=ids).loss, ids.numel(), tuple(wrap))
+    return ModelSource(name, make, lambda model: model(input_ids=ids, labels=ids).loss, ids.numel(), tuple(wrap))
 
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Cross entropy in float32."""
+    """Return the cross entropy in float32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
 
 
 def units_of(model: nn.Module, wrap: Sequence[str] = ()) -> list[nn.Module]:
-    """The modules inside of a model that become units: of the classes `wrap`, or those of which it has a list.
+    """Return the modules inside of a model that become units: of the classes `wrap`, or those of which it has a list.
 
     Raises:
         UsageError: no module has such a class.
@@ -300,7 +410,7 @@ def _on_meta(make: Callable[[], Any], name: str) -> Any:
 
 
 def _tokens_of(tensor: torch.Tensor) -> int:
-    """Tokens of a batch: of ids (batch, length), of embeddings (batch, length, width); otherwise samples."""
+    """Return the tokens of a batch: of ids (batch, length), of embeddings (batch, length, width); otherwise samples."""
     is_sequence = (tensor.dim() == 2 and not tensor.is_floating_point()) or tensor.dim() == 3
     return tensor.shape[: 2 if is_sequence else 1].numel()
 

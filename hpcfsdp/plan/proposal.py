@@ -1,21 +1,94 @@
-"""A whole plan: what a program or ``hpcfsdp plan`` asks for, and everything that it gets."""
+"""A whole plan: what a program or ``hpcfsdp plan`` asks for, everything that it gets, and a picture of it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpcfsdp.errors import UsageError, nearest
-from hpcfsdp.plan import advice
-from hpcfsdp.plan.choice import SAME_TIME, Candidate, Limits, candidates, pick, way_out
-from hpcfsdp.plan.layouts import STRATEGIES, Layouts, Setup
-from hpcfsdp.plan.models import Source
-from hpcfsdp.plan.saving import Disk, Saving, saving
+from hpcfsdp.output.figure_file import new_figure
+from hpcfsdp.plan.choice import (
+    SAME_TIME,
+    Candidate,
+    Limits,
+    candidates,
+    pick,
+    program,
+    remarks,
+    run_config,
+    way_out,
+)
+from hpcfsdp.plan.footprint import KINDS
+from hpcfsdp.plan.layouts import OPTIMIZERS, STRATEGIES, Layouts, Setup
+from hpcfsdp.plan.models import ModelSource
 from hpcfsdp.plan.step_time import Machine
-from hpcfsdp.plan.workload import Workload
+from hpcfsdp.plan.traced_step import TracedStep
+from hpcfsdp.text.terminal import shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A parallel file system.
+
+    Attributes:
+        node_bytes_per_s: that one node writes.
+        bytes_per_s: that all nodes write together at most.
+    """
+
+    node_bytes_per_s: float = 2e9
+    bytes_per_s: float = 100e9
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Checkpoints of a training.
+
+    Attributes:
+        nbytes: of a file: parameters, buffers and the optimizer's state, each once. The format adds about 1 KiB for
+            each tensor, and checksums.
+        seconds: in which it is written.
+        rank_bytes: that each of the writing ranks writes.
+        interval_s: between two of them.
+        share: of the time that training waits for them, unless they are written in the background.
+        per_day: files in a day.
+        bytes_per_day: that these take without retention.
+    """
+
+    nbytes: int
+    seconds: float
+    rank_bytes: float
+    interval_s: float
+    share: float
+    per_day: float
+    bytes_per_day: float
+
+
+def saving(step: TracedStep, setup: Setup, *, nodes: int, disk: Disk, interval_s: float) -> Saving:
+    """Return what checkpoints take, every `interval_s` seconds from so many nodes."""
+    values = OPTIMIZERS[setup.optimizer].values
+    nbytes = step.buffer_bytes
+    for unit in step.units:
+        for param in unit.params:
+            nbytes += param.numel * param.dtype.itemsize * (1 + values * param.trained)
+    seconds = nbytes / min(nodes * disk.node_bytes_per_s, disk.bytes_per_s)
+    every = interval_s + seconds
+    return Saving(
+        nbytes,
+        seconds,
+        nbytes / setup.ranks,
+        interval_s,
+        seconds / every,
+        86400 / every,
+        nbytes * 86400 / every,
+    )
+
 
 OF_RUNS = ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD")
 """The strategies that ``mesh.replicate`` of ``hpcfsdp train`` stands for."""
@@ -38,7 +111,7 @@ class Request:
         of_run: whether ``hpcfsdp train`` runs it: then the setup is given by keys of its configuration.
     """
 
-    source: Source
+    source: ModelSource
     ranks: int
     machine: Machine
     memory_bytes: int
@@ -59,7 +132,7 @@ class Proposal:
 
     Attributes:
         request: that it answers.
-        workload: the step of one rank, as in `best`.
+        step: the step of one rank, as in `best`.
         best: the setup to take: the fastest that fits, or the smallest if none fits.
         all: every setup, see ``choice.candidates``.
         reason: why `best`.
@@ -70,7 +143,7 @@ class Proposal:
     """
 
     request: Request
-    workload: Workload
+    step: TracedStep
     best: Candidate
     all: tuple[Candidate, ...]
     reason: str
@@ -82,7 +155,7 @@ class Proposal:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was assumed about the model."""
-        truths = self.workload.truths
+        truths = self.step.truths
         asked = f"the step asks for {truths} truth value(s) of tensors, which count as true" if truths else ""
         moved = "the time to copy shards from and to host memory is not counted" if self.best.setup.offload else ""
         return tuple(filter(None, (self.request.source.note, asked, moved)))
@@ -90,13 +163,13 @@ class Proposal:
     @cached_property
     def padding(self) -> float:
         """Elements of gaps and padding in `best`, as a share of those of all parameters."""
-        return Layouts(self.workload.units, self.best.setup).padding
+        return Layouts(self.step.units, self.best.setup).padding
 
     @property
     def tokens_per_s(self) -> float:
         """Of all ranks; 0 where the step is not known."""
         setup, seconds = self.best.setup, self.best.time.seconds
-        return self.workload.tokens * setup.ranks * setup.accumulation / seconds if seconds else 0.0
+        return self.step.tokens * setup.ranks * setup.accumulation / seconds if seconds else 0.0
 
 
 def propose(request: Request) -> Proposal:
@@ -110,26 +183,24 @@ def propose(request: Request) -> Proposal:
     ways = (
         (False, True) if source.loss_of is not None and request.checkpointed is None else (bool(request.checkpointed),)
     )
-    workloads = [
-        source.workload(compute=common.precision.compute, param=request.param, checkpointed=way) for way in ways
-    ]
+    steps = [source.step(compute=common.precision.compute, param=request.param, checkpointed=way) for way in ways]
     if source.loss_of is None:
-        workloads = [replace(each, checkpointed=bool(request.checkpointed)) for each in workloads]
+        steps = [replace(each, checkpointed=bool(request.checkpointed)) for each in steps]
     usable = int(request.memory_bytes * (1 - request.headroom))
     limits = Limits(request.ranks, usable, request.strategies, request.shards, request.checkpointed)
-    found = candidates(workloads, common, machine, limits)
+    found = candidates(steps, common, machine, limits)
     best = pick(found)
-    workload = next(each for each in workloads if each.checkpointed is best.checkpointed)
+    step = next(each for each in steps if each.checkpointed is best.checkpointed)
     missing = 0
     if best.fits:
-        reason, texts = _reason(best, found, workload), tuple(advice.remarks(workload, best, usable))
+        reason, texts = _reason(best, found, step), tuple(remarks(step, best, usable))
     else:
-        missing, help_ = way_out(workloads, best, machine, limits)
+        missing, help_ = way_out(steps, best, machine, limits)
         reason, texts = "nothing fits; this takes the least memory", tuple(help_)
     nodes = request.ranks // machine.ranks_per_node
-    files = saving(workload, best.setup, nodes=nodes, disk=request.disk, interval_s=request.interval_s)
-    program = advice.run_config(best) if request.of_run else advice.program(workload, best)
-    return Proposal(request, workload, best, found, reason, missing, texts, program, files)
+    files = saving(step, best.setup, nodes=nodes, disk=request.disk, interval_s=request.interval_s)
+    lines = run_config(best) if request.of_run else program(step, best)
+    return Proposal(request, step, best, found, reason, missing, texts, lines, files)
 
 
 def _check(request: Request) -> None:
@@ -153,9 +224,9 @@ def _check(request: Request) -> None:
         raise UsageError("plan: --device-memory must be positive, and --headroom from 0 to below 1")
 
 
-def _reason(best: Candidate, found: tuple[Candidate, ...], workload: Workload) -> str:
-    """Why a setup is the best, next to the usual ones."""
-    if not workload.flops:
+def _reason(best: Candidate, found: tuple[Candidate, ...], step: TracedStep) -> str:
+    """Return why a setup is the best, next to the usual ones."""
+    if not step.flops:
         return "of those that fit, it communicates in the shortest time"
     fastest = found[0].time.seconds
     parts = ["the fastest of those that fit"]
@@ -173,20 +244,20 @@ def _reason(best: Candidate, found: tuple[Candidate, ...], workload: Workload) -
 
 
 def as_json(proposal: Proposal) -> dict[str, Any]:
-    """A proposal as plain values for JSON: bytes, seconds, names."""
-    request, workload, best = proposal.request, proposal.workload, proposal.best
+    """Return a proposal as plain values for JSON: bytes, seconds, names."""
+    request, step, best = proposal.request, proposal.step, proposal.best
     machine = request.machine
     sizes: dict[tuple[str, int], int] = {}
-    for unit in workload.units:
+    for unit in step.units:
         sizes[unit.kind, unit.numel] = sizes.get((unit.kind, unit.numel), 0) + 1
     return {
         "model": {
-            "name": workload.name,
-            "parameters": workload.numel,
+            "name": step.name,
+            "parameters": step.numel,
             "units": [{"kind": kind, "parameters": numel, "count": count} for (kind, numel), count in sizes.items()],
-            "tokens_per_rank": workload.tokens,
-            "flops_per_rank": workload.flops * best.setup.accumulation,
-            "saved_bytes": workload.saved_bytes,
+            "tokens_per_rank": step.tokens,
+            "flops_per_rank": step.flops * best.setup.accumulation,
+            "saved_bytes": step.saved_bytes,
             "notes": list(proposal.notes),
         },
         "machine": {
@@ -215,7 +286,7 @@ def as_json(proposal: Proposal) -> dict[str, Any]:
 
 
 def candidate_json(candidate: Candidate) -> dict[str, Any]:
-    """One setup as plain values."""
+    """Return one setup as plain values."""
     setup, time, memory = candidate.setup, candidate.time, candidate.footprint
     return {
         "strategy": setup.strategy,
@@ -253,3 +324,52 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
 
 def _named(by_kind: Any) -> dict[str, int]:
     return {kind.replace(" ", "_"): nbytes for kind, nbytes in by_kind.items()}
+
+
+_GIB = 1 << 30
+_MOST_BARS = 16
+
+
+def draw(proposal: Proposal) -> Figure:
+    """Return a figure with two panels."""
+    figure = new_figure(12.0, 5.0)
+    figure.suptitle(shown(proposal.step.name), parse_math=False)
+    _draw_memory(figure.add_subplot(1, 2, 1), proposal)
+    _draw_times(figure.add_subplot(1, 2, 2), proposal)
+    return figure
+
+
+def _draw_memory(axes: Axes, proposal: Proposal) -> None:
+    course, request = proposal.best.footprint.course, proposal.request
+    kinds = [kind for kind in KINDS if any(moment.bytes_by_kind[kind] for moment in course)]
+    heights = [[moment.bytes_by_kind[kind] / _GIB for moment in course] for kind in kinds]
+    axes.stackplot(range(len(course)), heights, labels=kinds, step="mid")
+    axes.axhline(request.memory_bytes / _GIB, color="black", linewidth=1, label="device memory")
+    axes.set_xlabel("events of a step")
+    axes.set_ylabel("GiB of the rank with the most")
+    axes.set_title("memory", fontsize="medium")
+    axes.legend(fontsize="x-small", loc="upper right")
+
+
+def _draw_times(axes: Axes, proposal: Proposal) -> None:
+    shown = proposal.all[:_MOST_BARS]
+    names = [
+        f"{setup.strategy} {setup.replicas} x {setup.shards}{', recomputed' if each.checkpointed else ''}"
+        for each, setup in ((each, each.setup) for each in shown)
+    ]
+    left = [0.0] * len(shown)
+    for label, values in (
+        ("computation", [each.time.compute_s for each in shown]),
+        ("exposed communication", [each.time.exposed_s for each in shown]),
+        ("optimizer", [each.time.optimizer_s for each in shown]),
+    ):
+        axes.barh(names, values, left=left, label=label, alpha=0.9)
+        left = [before + value for before, value in zip(left, values, strict=True)]
+    for place, each in enumerate(shown):
+        if not each.fits:
+            axes.annotate("does not fit", (left[place], place), fontsize="xx-small", va="center")
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize="xx-small")
+    axes.set_xlabel("seconds of a step")
+    axes.set_title("setups: replicas x shards", fontsize="medium")
+    axes.legend(fontsize="x-small")

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from hpcfsdp.plan.footprint import Footprint, Replay, ReplayedUnit
 from hpcfsdp.plan.layouts import OPTIMIZERS, Setup
-from hpcfsdp.plan.links import Links
-from hpcfsdp.plan.wire import Cost, Group
-from hpcfsdp.plan.workload import Event, Workload
+from hpcfsdp.plan.links import Links, RankGroup, Traffic
+from hpcfsdp.plan.traced_step import StepEvent, TracedStep
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,9 @@ class Machine:
 class UnitCost:
     """Communication of one unit: of one gather, and of one reduction with that over replicas."""
 
-    gather: Cost
-    reduce: Cost
-    replicate: Cost
+    gather: Traffic
+    reduce: Traffic
+    replicate: Traffic
 
 
 @dataclass(frozen=True)
@@ -59,20 +58,20 @@ class StepTime:
     compute_s: float
     optimizer_s: float
     exposed_s: float
-    gathers: Cost
-    reductions: Cost
-    replication: Cost
+    gathers: Traffic
+    reductions: Traffic
+    replication: Traffic
     by_unit: tuple[UnitCost, ...]
 
     @property
-    def traffic(self) -> Cost:
+    def traffic(self) -> Traffic:
         """All collectives of a step."""
         return self.gathers + self.reductions + self.replication
 
 
-def replay(workload: Workload, setup: Setup, machine: Machine) -> tuple[Footprint, StepTime]:
-    """Memory and time of a step. Pure: takes as long for one rank as for any number."""
-    made = _Schedule(workload, setup, machine)
+def replay(step: TracedStep, setup: Setup, machine: Machine) -> tuple[Footprint, StepTime]:
+    """Return memory and time of a step. Pure: takes as long for one rank as for any number."""
+    made = _Schedule(step, setup, machine)
     found = made.run()
     return found, made.step_time()
 
@@ -80,12 +79,12 @@ def replay(workload: Workload, setup: Setup, machine: Machine) -> tuple[Footprin
 class _Schedule(Replay):
     """A replay with a clock for each queue."""
 
-    def __init__(self, workload: Workload, setup: Setup, machine: Machine) -> None:
-        super().__init__(workload, setup)
+    def __init__(self, step: TracedStep, setup: Setup, machine: Machine) -> None:
+        super().__init__(step, setup)
         self._machine = machine
         per_node = machine.ranks_per_node
-        self._shards = Group.of_shards(setup.shards, per_node)
-        self._replicas = Group.of_replicas(setup.replicas, setup.shards, per_node)
+        self._shards = RankGroup.of_shards(setup.shards, per_node)
+        self._replicas = RankGroup.of_replicas(setup.replicas, setup.shards, per_node)
         known: dict[int, UnitCost] = {}
         for unit in self.units:
             if id(unit.groups) not in known:
@@ -97,21 +96,21 @@ class _Schedule(Replay):
         self._ready: dict[int, float] = {}
         self._used_until: dict[int, float] = {}
         self._buffer_free: dict[int, float] = {}
-        self._sums = [Cost(), Cost(), Cost()]
+        self._sums = [Traffic(), Traffic(), Traffic()]
 
     def _cost_of(self, unit: ReplayedUnit) -> UnitCost:
         links, setup = self._machine.links, self.setup
-        gather, reduce, replicate = Cost(), Cost(), Cost()
+        gather, reduce, replicate = Traffic(), Traffic(), Traffic()
         for group in unit.groups:
             gather += self._shards.gather(group.padded_numel * group.dtypes.compute.itemsize, links)
             if group.trained:
                 reduce += self._shards.gather(group.padded_numel * group.dtypes.reduce.itemsize, links)
                 shard_bytes = group.layout.shard_numel * group.dtypes.reduce.itemsize
-                replicate += self._replicas.all_reduce(shard_bytes, links) if setup.replicas > 1 else Cost()
+                replicate += self._replicas.all_reduce(shard_bytes, links) if setup.replicas > 1 else Traffic()
         return UnitCost(gather, reduce, replicate)
 
     def step_time(self) -> StepTime:
-        """The step that was run; every backward before the optimizer's step takes as long as the last."""
+        """Return the step that was run; every backward before the optimizer's step takes as long as the last."""
         times = self.setup.accumulation
         done = max(self._compute, self._reductions, self._replication)
         optimizer = self._optimizer_s()
@@ -128,7 +127,7 @@ class _Schedule(Replay):
         )
 
     def _optimizer_s(self) -> float:
-        """It reads and writes parameters and state, and reads gradients."""
+        """Return its time: it reads and writes parameters and state, and reads gradients."""
         nbytes = 0
         values = OPTIMIZERS[self.setup.optimizer].values
         for unit in self.units:
@@ -139,13 +138,13 @@ class _Schedule(Replay):
                     )
         return nbytes / self._machine.memory_bytes_per_s
 
-    def on_compute(self, event: Event) -> None:
+    def on_compute(self, event: StepEvent) -> None:
         seconds = event.flops / self._machine.flops
         self._busy += seconds
         self._compute += seconds
 
-    def _sent(self, ready_s: float, cost: Cost) -> float:
-        """When a collective ends that may begin at `ready_s`: as soon as its link has room."""
+    def _sent(self, ready_s: float, cost: Traffic) -> float:
+        """Return when a collective ends that may begin at `ready_s`: as soon as its link has room."""
         if cost.between_bytes:
             begin = max(ready_s, self._between)
             self._between = begin + cost.transfer_s

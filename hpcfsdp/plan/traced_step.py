@@ -1,6 +1,6 @@
 """What a step of a model does, as plain values: its units, and the events of a forward with its backward.
 
-A workload is made by ``meta_trace.trace`` on the meta device, or by hand. Nothing in it depends on ranks.
+``meta_trace.trace`` makes it on the meta device. Nothing in it depends on ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PlannedUnit:
         return sum(param.numel for param in self.params)
 
 
-class Kind(Enum):
+class EventKind(Enum):
     """What an event is about."""
 
     FORWARD = "forward"
@@ -70,18 +70,18 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Event:
+class StepEvent:
     """An event of a step, and what the modules compute from there to the next one.
 
     Attributes:
         unit: its index.
-        param: index of the parameter, for ``Kind.GRADIENT``.
+        param: index of the parameter, for ``EventKind.GRADIENT``.
         high: the largest number of bytes above that at the event that tensors take until the next one.
         net: bytes that have been added at the next one, negative where more are freed.
         flops: floating-point operations.
     """
 
-    kind: Kind
+    kind: EventKind
     unit: int
     param: int = 0
     high: int = 0
@@ -90,7 +90,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Workload:
+class TracedStep:
     """A model and its step on one rank.
 
     Attributes:
@@ -107,7 +107,7 @@ class Workload:
 
     name: str
     units: tuple[PlannedUnit, ...]
-    events: tuple[Event, ...] = ()
+    events: tuple[StepEvent, ...] = ()
     buffer_bytes: int = 0
     tokens: int = 0
     outer: frozenset[int] = frozenset()
@@ -125,9 +125,9 @@ class Workload:
         """Bytes of tensors when the forward of the outermost unit ends: what autograd keeps, and the output."""
         live = 0
         for event in self.events:
-            if event.kind is Kind.BACKWARD:
+            if event.kind is EventKind.BACKWARD:
                 break
-            if event.kind is Kind.FORWARD_END and event.unit == len(self.units) - 1:
+            if event.kind is EventKind.FORWARD_END and event.unit == len(self.units) - 1:
                 return live
             live += event.net
         return live
@@ -138,20 +138,24 @@ class Workload:
         return sum(event.flops for event in self.events)
 
 
-def without_activations(units: Sequence[PlannedUnit], name: str) -> Workload:
-    """A workload of parameters alone, each unit after the other, for models whose inputs are not known."""
+def without_activations(units: Sequence[PlannedUnit], name: str) -> TracedStep:
+    """Return a step of parameters alone, each unit after the other, for models whose inputs are not known."""
     last = len(units) - 1
     inner = range(last)
-    events = [Event(Kind.FORWARD, last)]
+    events = [StepEvent(EventKind.FORWARD, last)]
     for unit in inner:
-        events += [Event(Kind.FORWARD, unit), Event(Kind.FORWARD_END, unit)]
-    events += [Event(Kind.FORWARD_END, last), Event(Kind.BACKWARD, last)]
+        events += [StepEvent(EventKind.FORWARD, unit), StepEvent(EventKind.FORWARD_END, unit)]
+    events += [StepEvent(EventKind.FORWARD_END, last), StepEvent(EventKind.BACKWARD, last)]
     for unit in reversed(inner):
-        events.append(Event(Kind.BACKWARD, unit))
+        events.append(StepEvent(EventKind.BACKWARD, unit))
         params = units[unit].params
-        events += [Event(Kind.GRADIENT, unit, index) for index in reversed(range(len(params))) if params[index].trained]
-        events.append(Event(Kind.BACKWARD_END, unit))
+        events += [
+            StepEvent(EventKind.GRADIENT, unit, index)
+            for index in reversed(range(len(params)))
+            if params[index].trained
+        ]
+        events.append(StepEvent(EventKind.BACKWARD_END, unit))
     root = units[last].params
-    events += [Event(Kind.GRADIENT, last, index) for index in range(len(root)) if root[index].trained]
-    events.append(Event(Kind.BACKWARD_END, last))
-    return Workload(name, tuple(units), tuple(events), outer=frozenset({last}))
+    events += [StepEvent(EventKind.GRADIENT, last, index) for index in range(len(root)) if root[index].trained]
+    events.append(StepEvent(EventKind.BACKWARD_END, last))
+    return TracedStep(name, tuple(units), tuple(events), outer=frozenset({last}))

@@ -101,10 +101,10 @@ def test_the_times_of_waits_between_queues(world):
         torch.ones(4, device=SIM)
     side.record_event(event)
     recorder.stream_waits("compute", "VALUES_GATHERED", compute, event, counts=True)
-    stretch = recorder.end_stretch()
+    interval = recorder.end_interval()
     time.sleep(LATE_S)  # the side stream does nothing meanwhile, so the compute queue waits for it
-    stretch.wait()
-    seconds, waited_s = stretch.read()
+    interval.wait()
+    seconds, waited_s = interval.read()
     assert LATE_S * 0.9 <= waited_s <= seconds
     (span,) = recorder.pop_spans()
     assert (span.track, span.name) == ("compute waits", "VALUES_GATHERED")

@@ -24,7 +24,7 @@ from hpcfsdp.launch.topology import Topology
 from hpcfsdp.plan.footprint import all_reduce_scratch, footprint, scatter_scratch
 from hpcfsdp.plan.layouts import STRATEGIES, Precision, Setup, groups_of
 from hpcfsdp.plan.meta_trace import trace
-from hpcfsdp.plan.workload import Param, PlannedUnit
+from hpcfsdp.plan.traced_step import Param, PlannedUnit
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.accelerator.programs import SIM, mesh_of
 from tests.accelerator.simulated import BACKEND
@@ -55,7 +55,7 @@ def loss_of(model, ids):
 
 
 @functools.cache
-def workload_of(precision, checkpointed=False):
+def step_of(precision, checkpointed=False):
     """The step on the meta device, with attention as the device computes it."""
     kept, mixed = PRECISIONS[precision]
     with torch.device("meta"):
@@ -150,7 +150,7 @@ WITH_SCRATCH = ("bf16", "fp32, reduced in bf16", "pure bf16", "pure bf16, reduce
 def test_the_class_on_imagined_ranks(place, precision, ranks):
     strategy = STRATEGIES[place]
     group, shards, replicas = imagined(strategy, ranks)
-    predicted = footprint(workload_of(precision), setup_of(strategy, precision, shards, replicas))
+    predicted = footprint(step_of(precision), setup_of(strategy, precision, shards, replicas))
     check(measure(lambda: wrapped(group, strategy, precision)), predicted)
 
 
@@ -165,7 +165,7 @@ def real(world, group, strategy):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if "HYBRID" not in name])
 def test_the_class(world, group, strategy, precision):
-    predicted = footprint(workload_of(precision), setup_of(strategy, precision, world.size, 1))
+    predicted = footprint(step_of(precision), setup_of(strategy, precision, world.size, 1))
     check(of_all(world, measure(lambda: wrapped(group, strategy, precision))), predicted)
 
 
@@ -174,7 +174,7 @@ def test_the_class(world, group, strategy, precision):
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if "HYBRID" in name])
 def test_replicas_of_the_class(world, group, strategy, precision):
     mesh = mesh_of((2, 2), ("replicate", "shard"))
-    predicted = footprint(workload_of(precision), setup_of(strategy, precision, 2, 2))
+    predicted = footprint(step_of(precision), setup_of(strategy, precision, 2, 2))
     make = lambda: wrapped(strategy=strategy, precision=precision, device_mesh=mesh)  # noqa: E731
     check(of_all(world, measure(make)), predicted)
 
@@ -205,7 +205,7 @@ def check_rows(world, mesh, precision, reshard, shards, replicas):
         return fsdp2.fully_shard(model, **options)
 
     setup = setup_of("FULL_SHARD" if reshard else "SHARD_GRAD_OP", precision, shards, replicas, front="fully_shard")
-    check(of_all(world, measure(make)), footprint(workload_of(precision), setup))
+    check(of_all(world, measure(make)), footprint(step_of(precision), setup))
 
 
 @pytest.mark.ranks(2)
@@ -223,9 +223,7 @@ def test_options(world, group, optimizer, accumulation, checkpointed, offload):
     options = {"cpu_offload": CPUOffload(True)} if offload else {}
     precision = "bf16, reduced in fp32"
     chosen = {"optimizer": optimizer, "accumulation": accumulation, "offload": offload}
-    predicted = footprint(
-        workload_of(precision, checkpointed), setup_of("FULL_SHARD", precision, world.size, 1, **chosen)
-    )
+    predicted = footprint(step_of(precision, checkpointed), setup_of("FULL_SHARD", precision, world.size, 1, **chosen))
 
     def make():
         model = wrapped(group, "FULL_SHARD", precision, **options)

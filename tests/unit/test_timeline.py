@@ -16,9 +16,9 @@ def test_waits_are_added_up_until_a_stretch_ends():
         begun = made.begin_wait()
         time.sleep(0.01)
         made.end_wait(begun, "barrier")
-    seconds, waited_s = made.end_stretch().read()
+    seconds, waited_s = made.end_interval().read()
     assert 0.03 <= waited_s <= seconds
-    assert made.end_stretch().read()[1] == 0
+    assert made.end_interval().read()[1] == 0
     assert made.spans == [], "spans are kept for a trace alone"
 
 
@@ -29,7 +29,7 @@ def test_a_wait_within_a_wait_counts_once():
     time.sleep(0.01)
     made.end_wait(inner, "inner")
     made.end_wait(outer, "outer")
-    seconds, waited_s = made.end_stretch().read()
+    seconds, waited_s = made.end_interval().read()
     assert 0.01 <= waited_s <= seconds
 
 
@@ -39,7 +39,7 @@ def test_pauses_and_their_waits_do_not_count():
         begun = made.begin_wait()
         time.sleep(0.05)
         made.end_wait(begun, "x")
-    seconds, waited_s = made.end_stretch().read()
+    seconds, waited_s = made.end_interval().read()
     assert seconds < 0.05 and waited_s == 0
 
 
@@ -81,4 +81,4 @@ def test_a_context_of_waiting(monkeypatch):
         time.sleep(0.01)
     (span,) = made.pop_spans()
     assert isinstance(span, TraceSlice) and (span.track, span.name) == ("waits", "barrier")
-    assert made.end_stretch().read()[1] >= 0.01
+    assert made.end_interval().read()[1] >= 0.01

@@ -3,7 +3,7 @@ from torch import nn
 
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision
-from hpcfsdp.observe.flops import count_elements, measured_peak, training_dtype
+from hpcfsdp.observe.facts import count_elements, measured_peak, training_dtype
 from hpcfsdp.observe.held_memory import Holdings, ProcessMemory, memory_of
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ import torch
 
 from hpcfsdp import observe
 from hpcfsdp.observe.records import EventsFile, MetricsFile, append_end, last_step, read_records
-from hpcfsdp.observe.step_figures import Series
+from hpcfsdp.observe.step_figures import Curves
 
 
 def steps(path):
@@ -195,7 +195,7 @@ def test_odd_lines_end_no_run_and_leave_the_others(tmp_path, odd):
 
 
 def test_a_record_without_sensible_figures_is_in_no_curve():
-    series = Series()
+    series = Curves()
     for line in ODD_LINES.values():
         try:
             record = json.loads(line)

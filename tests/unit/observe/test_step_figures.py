@@ -6,19 +6,19 @@ import torch
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import UsageError
 from hpcfsdp.observe.facts import Facts
-from hpcfsdp.observe.step_figures import Pipeline, Series, Sums, check_names, flat_numbers, pack, unpack
-from hpcfsdp.timeline import Stretch
+from hpcfsdp.observe.step_figures import Curves, Pipeline, Sums, check_names, flat_numbers, pack, unpack
+from hpcfsdp.timeline import Interval
 
 FACTS = Facts(0, 1, 10, 60.0, 6000.0, {0: "n1"})
 
 
-def stretch(seconds, waited_s):
-    return Stretch(0, int(seconds * 1e9), [(0, int(waited_s * 1e9))])
+def interval(seconds, waited_s):
+    return Interval(0, int(seconds * 1e9), [(0, int(waited_s * 1e9))])
 
 
 def record_of(sums, *, seconds=2.0, waited_s=0.5, facts=FACTS, memory=(4096, 8192)):
     pipeline = Pipeline(FakeCommunicator(), facts, lag=0)
-    assert pipeline.put(7, sums, stretch(seconds, waited_s), memory, 99) == []
+    assert pipeline.put(7, sums, interval(seconds, waited_s), memory, 99) == []
     ((record, gathered),) = pipeline.flush()
     assert gathered == 99
     return record
@@ -102,7 +102,7 @@ def test_waits_are_at_most_the_whole_time():
 
 def test_records_lag_behind_a_device():
     pipeline = Pipeline(FakeCommunicator(), FACTS, lag=1)
-    complete = [pipeline.put(step, added((1.0, 1, None, {})), stretch(1, 0), (0, 0), 0) for step in range(1, 5)]
+    complete = [pipeline.put(step, added((1.0, 1, None, {})), interval(1, 0), (0, 0), 0) for step in range(1, 5)]
     assert [[record["step"] for record, _ in each] for each in complete] == [[], [], [1], [2]]
     assert [record["step"] for record, _ in pipeline.flush()] == [3, 4]
 
@@ -122,7 +122,7 @@ def test_values_that_are_no_numbers_are_refused(value, text):
 
 
 def test_a_series_of_records():
-    series = Series()
+    series = Curves()
     series.continue_from({"loss": ([1, 2, 3], [9.0, 8.0, 7.0]), "val": ([2], [1.0])}, last=2)
     series.add({"step": 3, "loss": None, "not_finite": {"loss": "inf"}, "memory": {"peak_bytes": 5}})
     series.add({"step": 4, "loss": 6.0, "seconds": 1.0})

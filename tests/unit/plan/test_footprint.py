@@ -9,7 +9,7 @@ from hpcfsdp.errors import UsageError
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.plan.footprint import footprint
 from hpcfsdp.plan.layouts import Layouts, Precision, Setup
-from hpcfsdp.plan.workload import Param, PlannedUnit, without_activations
+from hpcfsdp.plan.traced_step import Param, PlannedUnit, without_activations
 
 MIB = 1 << 20
 

@@ -1,4 +1,4 @@
-"""Links by name, by number, and as the doctor has measured them."""
+"""Links by name, by number, and as the doctor has measured them; collectives on them, next to sums by hand."""
 
 import json
 
@@ -8,6 +8,7 @@ from hpcfsdp.doctor import speed
 from hpcfsdp.errors import UsageError
 from hpcfsdp.launch.topology import Topology
 from hpcfsdp.plan import links
+from hpcfsdp.plan.links import Link, Links, RankGroup, Traffic
 
 ASSUMED = links.Links(links.link_of("nvlink4"), links.link_of("ndr"))
 
@@ -65,3 +66,50 @@ def test_who_measures_links_with_whom():
     uneven = Topology.uneven([3, 2])
     assert speed.members(uneven, 2, between=True) == [2]
     assert speed.members(uneven, 4, between=True) == [1, 4]
+
+
+LINKS = Links(Link(1e-6, 100e9, "given"), Link(1e-5, 10e9, "given"))
+
+
+@pytest.mark.parametrize(
+    ("shards", "per_node", "expected"),
+    [(16, 8, (8, 2)), (8, 8, (8, 1)), (4, 8, (4, 1)), (12, 8, (4, 3)), (1, 8, (1, 1)), (6, 4, (2, 3))],
+)
+def test_shards_are_neighbours(shards, per_node, expected):
+    found = RankGroup.of_shards(shards, per_node)
+    assert (found.per_node, found.nodes) == expected
+    assert found.size == shards
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shards", "per_node", "expected"),
+    [(4, 8, 8, (1, 4)), (4, 16, 8, (1, 4)), (8, 4, 8, (2, 4)), (16, 1, 8, (8, 2)), (2, 2, 8, (2, 1))],
+)
+def test_replicas_are_at_the_distance_of_a_copy(replicas, shards, per_node, expected):
+    found = RankGroup.of_replicas(replicas, shards, per_node)
+    assert (found.per_node, found.nodes) == expected
+
+
+def test_a_gather_within_a_node():
+    found = RankGroup(4, 1).gather(4e9, LINKS)
+    assert found == Traffic(3e9, 0.0, pytest.approx(3e-6), pytest.approx(0.03), 1)
+
+
+def test_what_comes_from_other_nodes_arrives_once_at_each_node():
+    found = RankGroup(4, 2).gather(8e9, LINKS)
+    assert found.between_bytes * 4 == 4e9  # all ranks of a node together receive the other node's half
+    assert found.between_bytes + found.within_bytes == 7e9
+    assert found.latency_s == pytest.approx(1e-5 + 6e-6)
+    assert found.transfer_s == pytest.approx(0.1)  # 1 GB at 10 GB/s; meanwhile the node passes on 6 GB
+
+
+def test_one_rank_sends_nothing():
+    assert RankGroup(1, 1).gather(1e9, LINKS) == Traffic()
+    assert RankGroup(1, 1).all_reduce(1e9, LINKS).seconds == 0
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_a_gather():
+    gather, reduced = RankGroup(2, 4).gather(1e9, LINKS), RankGroup(2, 4).all_reduce(1e9, LINKS)
+    assert reduced.between_bytes == 2 * gather.between_bytes
+    assert reduced.seconds == 2 * gather.seconds
+    assert reduced.calls == 1

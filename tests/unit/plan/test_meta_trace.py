@@ -11,7 +11,7 @@ from hpcfsdp.examples.gpt.run_config import ModelConfig
 from hpcfsdp.examples.gpt.transformer import GPT
 from hpcfsdp.plan import models
 from hpcfsdp.plan.meta_trace import trace
-from hpcfsdp.plan.workload import Kind
+from hpcfsdp.plan.traced_step import EventKind
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from hpcfsdp.plan.workload import Kind
 )
 def test_saved_bytes_are_those_that_autograd_saves(shape, batch):
     """Except for blocks of 512 bytes."""
-    found = models.from_shape(shape, batch=batch, name="gpt").workload()
+    found = models.from_shape(shape, batch=batch, name="gpt").step()
     model, ids = GPT(shape), torch.zeros(batch, shape.context, dtype=torch.int64)
     logits_bytes = ids.numel() * 256 * 4
     saved = saved_bytes(lambda: model(ids), model)
@@ -35,7 +35,7 @@ def test_saved_bytes_are_those_that_autograd_saves(shape, batch):
 def test_checkpointed_units_save_their_inputs_alone():
     shape = ModelConfig(layers=6, width=128, heads=4, context=64)
     source = models.from_shape(shape, batch=2, name="gpt")
-    plain, recomputed = source.workload(), source.workload(checkpointed=True)
+    plain, recomputed = source.step(), source.step(checkpointed=True)
     inputs = shape.layers * 2 * shape.context * shape.width * 4
     assert inputs <= recomputed.saved_bytes <= inputs + 4 * 2 * shape.context * (256 + 4 * shape.width)
     assert recomputed.saved_bytes < plain.saved_bytes / 5
@@ -60,11 +60,16 @@ def traced(model, **options):
 def test_events_follow_the_engine():
     found = traced(layers_of(2))
     events = [(event.kind, event.unit, event.param) for event in found.events]
-    forward = [(Kind.FORWARD, 0, 0), (Kind.FORWARD_END, 0, 0), (Kind.FORWARD, 1, 0), (Kind.FORWARD_END, 1, 0)]
+    forward = [
+        (EventKind.FORWARD, 0, 0),
+        (EventKind.FORWARD_END, 0, 0),
+        (EventKind.FORWARD, 1, 0),
+        (EventKind.FORWARD_END, 1, 0),
+    ]
     assert events[:4] == forward  # the root has no parameters of its own
-    assert events[4][:2] == (Kind.BACKWARD, 1)
-    assert {event[2] for event in events if event[0] is Kind.GRADIENT and event[1] == 1} == {0, 1}
-    assert [event[1] for event in events if event[0] is Kind.BACKWARD_END] == [1, 0]
+    assert events[4][:2] == (EventKind.BACKWARD, 1)
+    assert {event[2] for event in events if event[0] is EventKind.GRADIENT and event[1] == 1} == {0, 1}
+    assert [event[1] for event in events if event[0] is EventKind.BACKWARD_END] == [1, 0]
     assert sum(event.net for event in found.events) <= 512  # the loss is all that is left
 
 
@@ -75,7 +80,7 @@ def test_operations_are_counted():
 
 def test_a_frozen_unit_gets_no_gradients():
     found = traced(layers_of(3, frozen=[1]))
-    assert not [event for event in found.events if event.kind is Kind.GRADIENT and event.unit == 1]
+    assert not [event for event in found.events if event.kind is EventKind.GRADIENT and event.unit == 1]
     assert [param.trained for param in found.units[1].params] == [False, False]
 
 
@@ -135,7 +140,9 @@ def test_complex_parameters_stay_complex(option):
             modes = torch.fft.rfft(self.lift(x).float(), dim=1)[:, :3]
             return torch.fft.irfft(torch.einsum("bmi,iom->bmo", modes, self.weight), n=8, dim=1)
 
-    found = models.Source("spectral", Spectral, lambda model: model(torch.ones(2, 8, 1, device="meta")).sum(), tokens=2)
-    (unit,) = found.workload(**{option: torch.bfloat16}).units
+    found = models.ModelSource(
+        "spectral", Spectral, lambda model: model(torch.ones(2, 8, 1, device="meta")).sum(), tokens=2
+    )
+    (unit,) = found.step(**{option: torch.bfloat16}).units
     real = torch.bfloat16 if option == "param" else torch.float32
     assert {param.dtype for param in unit.params} == {real, torch.complex64}

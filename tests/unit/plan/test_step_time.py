@@ -8,7 +8,7 @@ import torch
 from hpcfsdp.plan.layouts import Setup
 from hpcfsdp.plan.links import Link, Links
 from hpcfsdp.plan.step_time import Machine, replay
-from hpcfsdp.plan.workload import Kind, Param, PlannedUnit, without_activations
+from hpcfsdp.plan.traced_step import EventKind, Param, PlannedUnit, without_activations
 
 FREE = Link(0.0, 1e30, "given")
 NUMEL = 1 << 20
@@ -19,7 +19,9 @@ def step_of(layers, flops):
     units = [PlannedUnit(f"{n}", "Block", (Param("weight", (NUMEL,), torch.float32),)) for n in range(layers)]
     made = without_activations([*units, PlannedUnit("", "Model", ())], "model")
     events = tuple(
-        replace(event, flops=flops) if event.kind in (Kind.FORWARD, Kind.BACKWARD) and event.unit < layers else event
+        replace(event, flops=flops)
+        if event.kind in (EventKind.FORWARD, EventKind.BACKWARD) and event.unit < layers
+        else event
         for event in made.events
     )
     return replace(made, events=events)
@@ -31,8 +33,8 @@ def machine(gather_s=0.0, flops=1.0, ranks=2):
     return Machine(ranks, Links(link, FREE), flops, 1e30)
 
 
-def time_of(workload, setup, on):
-    return replay(workload, setup, on)[1]
+def time_of(step, setup, on):
+    return replay(step, setup, on)[1]
 
 
 def test_computation_hides_communication():
