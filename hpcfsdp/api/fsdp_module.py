@@ -17,11 +17,10 @@ from hpcfsdp.engine.nested import apply_to_tensors, to_kwargs
 from hpcfsdp.engine.root import Root
 from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.errors import EngineError
-from hpcfsdp.hang import calls
 from hpcfsdp.hang.calls import public_call
+from hpcfsdp.units.build import Forward, become_root
 from hpcfsdp.units.copying import copy_fully_sharded
 from hpcfsdp.units.dtensor_unit import DTensorUnit, dtensor_unit_of, dtensor_units_in
-from hpcfsdp.units.lazy_init import become_root
 from hpcfsdp.units.materialize import MarkEmpty, states_on_meta
 
 
@@ -42,7 +41,8 @@ class FSDPModule(stock.FSDPModule):
     """The base that ``fully_shard`` gives to the class of a module. Its methods are those of torch's class.
 
     Calls of the module gather its parameters; they are collective over the ranks of its mesh. Methods that set
-    something are called by all ranks alike, between steps.
+    something are called by all ranks alike, between steps. Those with `recurse` set it for units inside of the module,
+    too, unless it is False. A value of another type is a ``ValueError``.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -59,16 +59,12 @@ class FSDPModule(stock.FSDPModule):
 
     @_compat.run_as_written
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Collective. Call a function that computes with the module's parameters."""
-        compiler = _compat.set_compiler(None)  # torch.compile may compile the module, not the engine
-        unit, outermost = self._unit_here, not calls.here.call
-        if outermost:
-            calls.here.call = f'forward of "{unit.name}"'
-        try:
+        """Collective over the ranks of the mesh. Call a function that computes with the module's parameters."""
+        unit = self._unit_here
+        with Forward(unit) as compiler:
             if unit.training_state in (TrainingState.FORWARD, TrainingState.RECOMPUTE):
-                # A method that computes calls the module itself.
                 _compat.set_compiler(compiler)
-                return function(*args, **kwargs)
+                return function(*args, **kwargs)  # a method that computes calls the module itself
             if len(unit.modules) > 1 and (unit.root is None or unit.is_root):
                 raise RuntimeError(
                     f"{unit.name}: one unit of several modules was called first: call the module around them, which "
@@ -77,15 +73,11 @@ class FSDPModule(stock.FSDPModule):
             root = _root_of(unit)
             if not root.is_busy and root.device.type != "cpu":  # a batch may be in host memory
                 args, kwargs = to_kwargs(args, kwargs, root.device)
-            if unit.is_idle:
+            if unit.training_state is TrainingState.IDLE:
                 unit.enter(cast(nn.Module, self))
             if unit.output_dtype is not None:
                 function = functools.partial(_call_and_cast, function, unit.output_dtype)
             return root.forward(unit, function, args, kwargs, compiler)
-        finally:
-            if outermost:
-                calls.here.call = ""
-            _compat.set_compiler(compiler)
 
     # Values
 
@@ -118,39 +110,35 @@ class FSDPModule(stock.FSDPModule):
             unit.root.reshard([unit])
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether the forward frees whole parameters, to gather them again for the backward.
-
-        Raises:
-            ValueError: `reshard_after_forward` is no bool.
-        """
+        """Have the forward free whole parameters if `reshard_after_forward`, and the backward gather them again."""
         _check_bool("reshard_after_forward", reshard_after_forward)
         for unit in self._units(recurse):
             unit.reshard_choice = reshard_after_forward
             unit.choose_reshard()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Choose whether the backward frees whole parameters. A step of an optimizer frees them in any case."""
+        """Have the backward free whole parameters if `reshard_after_backward`; an optimizer's step does in any case."""
         _check_bool("reshard_after_backward", reshard_after_backward)
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Choose whether the backward gathers the module's parameters; an embedding does not need them."""
+        """Have the backward gather the module's parameters if `unshard_in_backward`; an embedding needs none there."""
         _check_bool("unshard_in_backward", unshard_in_backward)
         self._unit_here.unshards_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
-        """Choose the modules whose parameters the forward of this one begins to gather."""
+        """Have the forward of this module begin to gather the parameters of `modules`, given to ``fully_shard``."""
         self._unit_here.prefetched["forward"] = units_of_modules(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
-        """Choose the modules whose parameters the backward of this one begins to gather, instead of the next one's."""
+        """Have the backward of this module begin to gather the parameters of `modules`, instead of the next one's."""
         self._unit_here.prefetched["backward"] = units_of_modules(modules)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Have the next forward gather as soon as `event` has occurred, and not after all that was enqueued.
 
-        Called on the outermost module, for one forward. On a CPU the optimizer has finished anyway.
+        Call it on the outermost module, for one forward. On a CPU the optimizer has finished anyway.
         """
         root = _root_of(self._unit_here)
         if accelerator.is_accelerator(root.device):
@@ -159,7 +147,7 @@ class FSDPModule(stock.FSDPModule):
     # Gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose whether backwards reduce gradients over ranks; otherwise each rank adds up its own.
+        """Have backwards reduce gradients over ranks if `requires_gradient_sync`; otherwise each rank adds up its own.
 
         The next backward that reduces them reduces the sum. ``grad`` shows reduced gradients alone.
         """
@@ -169,47 +157,47 @@ class FSDPModule(stock.FSDPModule):
             unit.reduce_options.over_replicas = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose whether backwards reduce gradients over replicas, too. Otherwise sums over shards are added up."""
+        """Have backwards reduce over replicas, too, if `requires_all_reduce`; otherwise add up sums over shards."""
         _check_bool("requires_all_reduce", requires_all_reduce)
         for unit in self._units(recurse):
             unit.reduce_options.over_replicas = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted, without effect: each backward completes its reductions."""
+        """Accept `is_last_backward`, without effect: each backward completes its reductions."""
         _check_bool("is_last_backward", is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of gradients over all ranks by `factor`, and not by the number of ranks.
 
         Raises:
-            ValueError: it is zero, or no number.
+            ValueError: `factor` is zero, or no number.
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not abs(factor) > 0:
             raise ValueError(f"the divide factor must be a number other than 0, not {factor!r}")
         self._unit_here.reduce_options.divide_by = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """An older name of ``set_gradient_divide_factor``."""
+        """Call ``set_gradient_divide_factor`` with `factor`; this is its older name."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted, without effect: transports sum, and divide themselves where that is exact and fast."""
+        """Accept `enable`, without effect: transports sum, and divide themselves where that is exact and fast."""
         _check_bool("enable", enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Choose whether parameters that no rank has used in a step get a gradient of zeros, and not none.
+        """Give parameters that no rank has used in a step a gradient of zeros if `reduce_scatter_unused_params`.
 
-        A parameter that some ranks have used gets the average over all ranks in any case.
+        Otherwise they get none. A parameter that some ranks have used gets the average over all ranks in any case.
         """
         _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in self._units(recurse):
             unit.reduce_options.fills_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Choose how many buffers of gradients of a unit may be in flight on a device.
+        """Have at most `max_input_buffers` buffers of gradients of a unit in flight on a device.
 
         Raises:
-            TypeError, ValueError: it is no number of 1 or more.
+            TypeError, ValueError: `max_input_buffers` is no number of 1 or more.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, not {type(max_input_buffers).__name__}")
@@ -225,13 +213,11 @@ class FSDPModule(stock.FSDPModule):
         """Have `hook` change this rank's part of each reduced gradient in place, for instance by an all-reduce.
 
         It is called with a 1-D tensor of the rows of all parameters of one dtype and ``requires_grad``, with gaps
-        between them, after the division.
-
-        Args:
-            stream: of the device, on which to call it; for a mesh of one dimension.
+        between them, after the division. `stream`, of the device, is the one to call it on, for a mesh of one
+        dimension.
 
         Raises:
-            ValueError: a stream was given for hybrid sharding.
+            ValueError: `stream` was given for hybrid sharding.
         """
         unit = self._unit_here
         self._refuse_several_meshes("set_all_reduce_hook")
@@ -269,7 +255,7 @@ class FSDPModule(stock.FSDPModule):
         unit.reduce_options.scatter = scatter
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Choose whether gradients are reduced by a communicator of their own on a device, as is the default."""
+        """Reduce gradients by a communicator of their own on a device if `enable`, as is the default."""
         _check_bool("enable", enable)
         for unit in self._units(recurse):
             changes, unit.separate_reductions = unit.separate_reductions is not enable, enable
@@ -277,20 +263,14 @@ class FSDPModule(stock.FSDPModule):
                 unit.remake()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not supported: ``HPCFSDP_REGISTERED_MEMORY=1`` registers the memory of gathers with the backend."""
+        """Refuse `enable`: ``HPCFSDP_REGISTERED_MEMORY=1`` registers the memory of gathers with the backend."""
         _check_bool("enable", enable)
         if enable:
-            raise NotImplementedError(
-                "set_allocate_memory_from_process_group_for_comm is not supported: set HPCFSDP_REGISTERED_MEMORY=1 in "
-                "the environment, which registers the memory of gathers with the backend"
-            )
+            raise _not_supported("set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Not supported: ``HPCFSDP_REGISTERED_MEMORY=1`` registers the memory of gathers with the backend."""
-        raise NotImplementedError(
-            f"set_symm_mem_for_comm({backend!r}) is not supported: set HPCFSDP_REGISTERED_MEMORY=1 in the environment, "
-            "which registers the memory of gathers with the backend"
-        )
+        """Refuse any `backend`: ``HPCFSDP_REGISTERED_MEMORY=1`` registers the memory of gathers with the backend."""
+        raise _not_supported(f"set_symm_mem_for_comm({backend!r})")
 
     # The rest
 
@@ -397,6 +377,13 @@ def units_of_modules(modules: Iterable[FSDPModule]) -> list[DTensorUnit]:
             raise ValueError(f"the module was not given to fully_shard, a {type(module).__name__}: shard it first")
         units.append(unit)
     return units
+
+
+def _not_supported(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{what} is not supported: set HPCFSDP_REGISTERED_MEMORY=1 in the environment, which registers the memory of "
+        "gathers with the backend"
+    )
 
 
 def _check_bool(name: str, value: Any) -> None:

@@ -13,35 +13,40 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from hpcfsdp import _compat, env
-from hpcfsdp.api.attributes import PublicAttributes
-from hpcfsdp.api.misuse import PAST_FORWARD, RefusesOtherWrappers, guarded, refuse_ddp_around
 from hpcfsdp.api.state_dicts import StateDictMethods
 from hpcfsdp.comm import Communicator, raise_together_over
 from hpcfsdp.engine.nested import to_kwargs
 from hpcfsdp.engine.root import Root
 from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.errors import EngineError
-from hpcfsdp.hang import calls
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.params.granularity import Granularity, GranularityOf, check_granularity
 from hpcfsdp.params.module_states import get_root_modules
 from hpcfsdp.state.load import load_when_known
 from hpcfsdp.state.settings import default_settings
-from hpcfsdp.units import copying, mixed_precision as precisions, policies, summon
+from hpcfsdp.units import copying, mixed_precision as precisions, summon
 from hpcfsdp.units.arguments import (
     check_module,
     check_readers,
+    check_ties,
     check_types,
+    choose_units,
     resolve_ignored,
     target_device,
     warn_of_container,
 )
-from hpcfsdp.units.build import join_tp_group, make_unit, warn_of_units
+from hpcfsdp.units.build import Forward, become_root, join_tp_group, make_unit, warn_of_units
 from hpcfsdp.units.clip import clip_model_grads
 from hpcfsdp.units.flat_unit import WRAPPED, units_in
 from hpcfsdp.units.groups import resolve_mesh, with_dtensors
-from hpcfsdp.units.guard import guard_modules, refuse_mistakes
-from hpcfsdp.units.lazy_init import become_root
+from hpcfsdp.units.guard import (
+    PAST_FORWARD,
+    RefusesOtherWrappers,
+    guard_modules,
+    guarded,
+    refuse_ddp_around,
+    refuse_mistakes,
+)
 from hpcfsdp.units.materialize import materialize
 from hpcfsdp.units.optimizer_check import watch_optimizers
 from hpcfsdp.units.options import UnitOptions
@@ -49,7 +54,7 @@ from hpcfsdp.units.own import label_modules, move_buffers, own_params
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 
-class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDictMethods):
+class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
     """Shards a module's parameters over ranks, gathers them while it computes, and reduces their gradients.
 
     Constructing one is collective over the ranks it shards over. Arguments are those of torch's class of the same
@@ -191,6 +196,77 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
         """The wrapped module."""
         return cast(nn.Module, self._fsdp_wrapped_module)
 
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """The requested strategy, also on one rank; never None."""
+        return self._unit.mesh.strategy
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """Never None."""
+        return self._unit.options.mixed_precision
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """Never None."""
+        return self._unit.options.cpu_offload
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        return self._unit.options.backward_prefetch
+
+    @property
+    def forward_prefetch(self) -> bool:
+        return self._unit.options.forward_prefetch
+
+    @property
+    def limit_all_gathers(self) -> bool:
+        return self._unit.options.limit_all_gathers
+
+    @property
+    @public_call("process_group")
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group over which the unit is sharded, or replicated under ``NO_SHARD``.
+
+        It is the given ``ProcessGroup``, or that of the mesh. For a ``Communicator``, and for hybrid strategies without
+        groups, the first access makes one of the default backend, and is collective over its ranks.
+
+        Raises:
+            RuntimeError: torch.distributed has not been initialised.
+        """
+        return self._unit.mesh.process_group()
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in `process_group`."""
+        return self._unit.mesh.dtensor_ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in `process_group`."""
+        return self._unit.mesh.dtensor_ranks.size
+
+    @property
+    def compute_device(self) -> torch.device:
+        """The device of the computation."""
+        sharded_params = self._unit.sharded_params
+        return sharded_params[0].device if sharded_params else self._unit.mesh.dtensor_ranks.device
+
+    @property
+    def training_state(self) -> Any:
+        """One of torch's ``TrainingState``."""
+        states = _compat.training_states()
+        if self._unit.is_idle:
+            return states.IDLE
+        return (
+            states.SUMMON_FULL_PARAMS if self._unit.training_state is TrainingState.SUMMON else states.FORWARD_BACKWARD
+        )
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The flat parameters of this unit, this rank's shards; with `use_orig_params` no optimizer steps them."""
+        return [flat.parameter for flat in self._unit.sharded_params]
+
     # Own methods have a leading underscore: other names are looked up in the wrapped module.
 
     @_compat.run_as_written
@@ -199,11 +275,8 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
 
         The outermost wrapper moves tensors in the arguments to the device of the computation.
         """
-        compiler = _compat.set_compiler(None)  # torch.compile may compile the module inside, not the engine
-        unit, outermost = self._unit, not calls.here.call
-        if outermost:
-            calls.here.call = f'forward of "{unit.name}"'
-        try:
+        unit = self._unit
+        with Forward(unit) as compiler:
             root = unit.root or become_root(unit)
             if not root.is_busy:
                 if self._full_in_eval:
@@ -211,10 +284,6 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
                 if root.device.type != "cpu":  # a batch may be in host memory
                     args, kwargs = to_kwargs(args, kwargs, root.device)
             return root.forward(unit, self._fsdp_wrapped_module, args, kwargs, compiler)
-        finally:
-            if outermost:
-                calls.here.call = ""
-            _compat.set_compiler(compiler)
 
     @public_call("check_is_root")
     def check_is_root(self) -> bool:
@@ -444,8 +513,8 @@ class FullyShardedDataParallel(PublicAttributes, RefusesOtherWrappers, StateDict
                 f"auto_wrap_policy was given for a {type(module).__name__} that already contains "
                 "FullyShardedDataParallel modules: wrap either by hand or by policy"
             )
-        chosen = policies.choose_units(module, policy, options.ignored)
-        policies.check_ties(module, chosen, options.ignored)
+        chosen = choose_units(module, policy, options.ignored)
+        check_ties(module, chosen, options.ignored)
         arguments = {"process_group": mesh, **options.arguments()}
         for child, own_arguments in chosen.items():
             wrapped = FullyShardedDataParallel(child, **{**arguments, **own_arguments})

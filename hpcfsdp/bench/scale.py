@@ -49,7 +49,7 @@ from hpcfsdp.examples.gpt.transformer import Block
 from hpcfsdp.launch.topology import Topology
 from hpcfsdp.output.figure_file import new_figure, write_figure
 from hpcfsdp.state.tensors import StateTensor
-from hpcfsdp.units.group_cache import GroupCache
+from hpcfsdp.units.unit_mesh import GroupCache
 
 RANKS_PER_NODE = 8
 _MARKERS = "osD^vx+*"

@@ -20,7 +20,7 @@ from hpcfsdp.optim.whole_params import WholeParam, local_grad, local_part
 from hpcfsdp.reshard.owners import Finish, OwnerExchange, Sharding, TensorOf, all_of
 from hpcfsdp.state.optim.compare import RankState, StateInfo, allgather_state_info, convert_all_state_info
 from hpcfsdp.state.tensors import TensorInfo, is_whole_state, mark_whole_state
-from hpcfsdp.units.group_cache import GroupCache
+from hpcfsdp.units.unit_mesh import GroupCache
 
 State = dict[str, Any]
 """The state of one parameter."""

@@ -24,8 +24,7 @@ from hpcfsdp.reshard.sharded_tensors import is_sharded
 from hpcfsdp.state.model import named_flat_params, units_of
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.units.dtensor_unit import OwnDTensor, dtensor_units_in
-from hpcfsdp.units.group_cache import GroupCache
-from hpcfsdp.units.unit_mesh import Dim, UnitMesh
+from hpcfsdp.units.unit_mesh import Dim, GroupCache, UnitMesh
 
 Share = Callable[[bool], tuple[Communicator, Sharding]]
 """Collective over the ranks that it gives, the first time. The ranks among which a parameter has an owner, and how they

@@ -34,8 +34,7 @@ from hpcfsdp.state.wrappers import CleanNames
 from hpcfsdp.units.build import join_tp_group
 from hpcfsdp.units.dtensor_unit import dtensor_units_in
 from hpcfsdp.units.flat_unit import FlatUnit, unit_of, units_in
-from hpcfsdp.units.group_cache import GroupCache
-from hpcfsdp.units.unit_mesh import UnitMesh
+from hpcfsdp.units.unit_mesh import GroupCache, UnitMesh
 
 
 class DTensorRanks:

@@ -1,9 +1,12 @@
-"""Construction of units: ranks compare their models, and flat parameters replace the modules' own."""
+"""Construction of units, in which ranks compare their models, and of the ``Root`` when a model is first called."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import uuid
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,19 +16,22 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator, raise_together_over
+from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
+from hpcfsdp.hang import calls
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.granularity import Granularity, GranularityOf
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.params.module_states import sync_params_and_buffers
 from hpcfsdp.params.sharded_params import Dtypes
-from hpcfsdp.units.flat_unit import FlatUnit, clean_path, flat_param_name, made_inside, units_in
-from hpcfsdp.units.group_cache import GroupCache, rank_names
+from hpcfsdp.units.flat_unit import FlatUnit, ModelUnit, clean_path, flat_param_name, made_inside, units_in
 from hpcfsdp.units.groups import check_apart
+from hpcfsdp.units.mixed_precision import cast_buffers
+from hpcfsdp.units.optimizer_check import watch_root
 from hpcfsdp.units.options import UnitOptions
 from hpcfsdp.units.own import OwnParam, OwnParams
 from hpcfsdp.units.same_model import check_same_model, warn_of_values
-from hpcfsdp.units.unit_mesh import UnitMesh
+from hpcfsdp.units.unit_mesh import GroupCache, UnitMesh, rank_names
 
 CHUNK_NUMEL = 1 << 20
 """Of a flat parameter where ranks share memory. Gradient buffers are as large as the largest flat parameter, and small
@@ -206,3 +212,82 @@ def _too_late(unit: str, fqn: str) -> EngineError:
         f"parallelize_module was called with {fqn!r} of the unit {unit}, which is already sharded: call "
         "parallelize_module first, and wrap its result"
     )
+
+
+class Forward:
+    """A forward of a unit, of which messages speak as such. Torch.compile may compile the module, not the engine.
+
+    As a context manager it gives the compiler to run the module with.
+    """
+
+    @_compat.run_as_written
+    def __init__(self, unit: ModelUnit) -> None:
+        self._unit = unit
+
+    @_compat.run_as_written
+    def __enter__(self) -> Any:
+        self._compiler = _compat.set_compiler(None)
+        self._is_outermost = not calls.here.call
+        if self._is_outermost:
+            calls.here.call = f'forward of "{self._unit.name}"'
+        return self._compiler
+
+    @_compat.run_as_written
+    def __exit__(self, *_error: object) -> None:
+        if self._is_outermost:
+            calls.here.call = ""
+        _compat.set_compiler(self._compiler)
+
+
+_numbers = itertools.count(1)
+
+
+@torch.inference_mode(False)  # the first call may be in inference mode, and training follows
+@torch.no_grad()
+def become_root(unit: ModelUnit) -> Root:
+    """Collective over the unit's ranks. Make a unit the root of the units inside.
+
+    Raises:
+        EngineError: the model has fewer elements than ranks.
+    """
+    units = list(unit.inner_units())
+    for each in units:
+        each.prepare()
+        each.check_ready()
+    unit.confirm()
+    if isinstance(unit, FlatUnit):
+        _check_size(units, unit.mesh.shard.size)
+    names = {module: name for name, module in unit.wrapper.named_modules()}
+    cast: dict[torch.Tensor, torch.Tensor] = {}
+    # A module in several units has its buffers cast once, and a unit may have been a root before.
+    dtypes = {place: dtype for each in units for place, dtype in each.buffer_dtypes.items()}
+    for each in units:
+        mixed = each.options.mixed_precision
+        each.is_root = each is unit
+        each.choose_reshard()
+        each.name = clean_path(names.get(each.wrapper, "")) or each.name
+        each.inside = frozenset(inner for inner in each.inner_units() if inner is not each)
+        cast_inputs = mixed.cast_root_forward_inputs if each is unit else mixed.cast_forward_inputs
+        each.input_dtype = mixed.param_dtype if cast_inputs else None
+        if mixed.buffer_dtype is not None:
+            dtypes = {**cast_buffers(each.module, each.options, cast), **dtypes}
+    host = GroupCache.current().host_of(unit.comm) if dist.is_initialized() else None
+    label, number = (host or unit.comm).broadcast_object((uuid.uuid4().hex, next(_numbers)))
+    lines = None if unit.mesh.data is None else (unit.mesh.shard, unit.mesh.replicas)
+    root = Root(units, unit.comm, label, number=number, host=host, streams=unit.streams, lines=lines)
+    watch_root(root)
+    for each in units:
+        each.root = root
+        each.buffer_dtypes = dtypes
+    return root
+
+
+def _check_size(units: Sequence[ModelUnit], ranks: int) -> None:
+    # The largest block counts: all ranks find the same number.
+    slots = [slot for each in units for flat in each.sharded_params for slot in flat.layout.slots]
+    numel = sum(slot.numel if slot.block is None else slot.block.largest_numel for slot in slots)
+    if 0 < numel < ranks:
+        raise EngineError(
+            f"the model has {numel} parameter element(s) for {ranks} ranks: some ranks would hold none of it; start "
+            "fewer ranks or use a larger model"
+        )

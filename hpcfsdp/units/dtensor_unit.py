@@ -24,14 +24,13 @@ from hpcfsdp.params.storage import nothing_of
 from hpcfsdp.reshard.dtensor_ops import complete_operations_on
 from hpcfsdp.units.build import CHUNK_NUMEL, comm_for_reductions, dtypes_for, shares_memory
 from hpcfsdp.units.flat_unit import ModelUnit
-from hpcfsdp.units.group_cache import rank_names
 from hpcfsdp.units.guard import UnitHooks
 from hpcfsdp.units.materialize import refuse_uninitialised
 from hpcfsdp.units.options import UnitOptions
 from hpcfsdp.units.own import UNIT, OwnParam, label, label_replaced, retire
 from hpcfsdp.units.same_model import check_same_model
 from hpcfsdp.units.tensor_parallel import TensorView
-from hpcfsdp.units.unit_mesh import UnitMesh
+from hpcfsdp.units.unit_mesh import UnitMesh, rank_names
 
 
 @dataclass(eq=False)

@@ -19,12 +19,11 @@ from hpcfsdp.engine.unit import ComputedView, TrainingState, Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.sharded_params import ShardedParams, other_in_place_of
-from hpcfsdp.units.group_cache import rank_names
 from hpcfsdp.units.options import UnitOptions
 from hpcfsdp.units.own import UNIT, OwnParam, OwnParams, label, label_replaced
 from hpcfsdp.units.same_model import compare_units
 from hpcfsdp.units.tensor_parallel import TensorView
-from hpcfsdp.units.unit_mesh import UnitMesh
+from hpcfsdp.units.unit_mesh import UnitMesh, rank_names
 
 WRAPPED = "_fsdp_wrapped_module"
 """The name of the wrapped module in its wrapper."""

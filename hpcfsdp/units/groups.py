@@ -19,9 +19,8 @@ from hpcfsdp.comm import Communicator, communicator_for, raise_together_over
 from hpcfsdp.comm.mesh import plan_mesh
 from hpcfsdp.errors import DisagreementError, LaunchError, ShardingError
 from hpcfsdp.units.flat_unit import units_in
-from hpcfsdp.units.group_cache import GroupCache
 from hpcfsdp.units.own import unit_fqn
-from hpcfsdp.units.unit_mesh import UnitMesh, describe_mesh
+from hpcfsdp.units.unit_mesh import GroupCache, UnitMesh, describe_mesh
 from hpcfsdp.world import current_world
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, _compat.hybrid_shard_zero2())

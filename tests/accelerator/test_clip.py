@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.fsdp import FullyShardedDataParallel
-from hpcfsdp.units.clip import clip_grad_norm
-from hpcfsdp.units.local_clip import _norm_and_sum
+from hpcfsdp.units.clip import _norm_and_sum, clip_grad_norm
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.accelerator import simulated
 

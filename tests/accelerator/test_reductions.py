@@ -13,7 +13,7 @@ from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.engine.streams import Stream
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.launch.topology import Topology
-from hpcfsdp.units.group_cache import GroupCache
+from hpcfsdp.units.unit_mesh import GroupCache
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.accelerator import simulated
 from tests.accelerator.programs import POLICIES, SIM, leave_for_later

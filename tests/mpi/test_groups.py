@@ -15,7 +15,7 @@ from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import DisagreementError, LaunchError
 from hpcfsdp.launch.topology import Topology
-from hpcfsdp.units import group_cache, groups as groups_module
+from hpcfsdp.units import groups as groups_module, unit_mesh
 from hpcfsdp.units.groups import resolve_mesh
 
 pytestmark = [pytest.mark.ranks(4, 1, 2, 3), pytest.mark.transport]
@@ -74,9 +74,9 @@ def test_without_init_nodes_are_found_by_the_names_of_hosts(world, monkeypatch):
     group = dist.new_group(backend="gloo")
     over_gloo = TorchGroupCommunicator(group)
     monkeypatch.setattr(hpcfsdp.world, "_world", None)
-    for module in (groups_module, group_cache):
+    for module in (groups_module, unit_mesh):
         monkeypatch.setattr(module, "communicator_for", lambda *_, **__: over_gloo)
-    monkeypatch.setattr(group_cache.env, "host_name", lambda: "nid001" if world.rank < world.size / 2 else "nid002")
+    monkeypatch.setattr(unit_mesh.env, "host_name", lambda: "nid001" if world.rank < world.size / 2 else "nid002")
     if world.size == 3:
         with pytest.raises(LaunchError, match=r"they are 1 node\(s\) of 2 rank\(s\) \+ 1 node\(s\) of 1 rank\(s\)"):
             resolve_mesh(None, None, Strategy.HYBRID_SHARD)
@@ -188,7 +188,7 @@ def test_first_ranks_under_hybrid_and_their_names_in_the_world(world, on_nodes, 
     topology = on_nodes(labels)
     if topology.ranks_per_node is None:
         pytest.skip("nodes of one size")
-    monkeypatch.setattr(group_cache, "_current", None)
+    monkeypatch.setattr(unit_mesh, "_current", None)
     groups = resolve_mesh(None, None, Strategy.HYBRID_SHARD)
     node = list(topology.node_of(world.rank))
     assert groups.is_first("replicate") == (topology.nodes[0] == topology.node_of(world.rank))
@@ -235,7 +235,7 @@ def test_ranks_are_named_in_the_order_of_the_shards(world):
 
 def test_ranks_that_are_in_different_numbers_of_groups_meet_in_one(world, monkeypatch):
     """Torch itself names a group after that number, where not all ranks of the world take part in the making."""
-    monkeypatch.setattr(group_cache, "_current", None)
+    monkeypatch.setattr(unit_mesh, "_current", None)
     mine = [dist.new_group([0])]
     parts = [range(world.size), range((world.size + 1) // 2)]
     for ranks in parts:

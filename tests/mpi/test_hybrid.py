@@ -19,16 +19,16 @@ def two_nodes(world, monkeypatch):
     import dataclasses
 
     from hpcfsdp import world as module
-    from hpcfsdp.units import group_cache
+    from hpcfsdp.units import unit_mesh
 
     if world.size != 4:
         pytest.skip("two nodes of two ranks need four ranks")
     imagined = dataclasses.replace(world, topology=Topology.from_labels([0, 0, 1, 1]))
     monkeypatch.setattr(module, "_world", imagined)
-    monkeypatch.setattr(group_cache, "_current", None)
+    monkeypatch.setattr(unit_mesh, "_current", None)
     monkeypatch.setattr(accelerator, "device_count", lambda: 1)  # as each rank sees it under CUDA_VISIBLE_DEVICES
     yield imagined
-    group_cache._current = None
+    unit_mesh._current = None
 
 
 @pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from hpcfsdp import wrap
-from hpcfsdp.units.policies import check_ties, choose_units
+from hpcfsdp.units.arguments import check_ties, choose_units
 
 
 class Block(nn.Module):

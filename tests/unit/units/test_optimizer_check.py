@@ -6,7 +6,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hpcfsdp.errors import EngineError
-from hpcfsdp.units.optimizer_probe import check_on_shards, cut_runs, whole_runs
+from hpcfsdp.units.optimizer_check import check_on_shards, cut_runs, whole_runs
 from tests.optimizers import Lamb, Own, Prodigy, Sam
 
 ROWS, OWNERS, PLACES = "fully_shard", "WholeTensors", "granularity"
