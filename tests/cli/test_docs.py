@@ -1,5 +1,6 @@
 """The examples in the documentation run as they stand."""
 
+import ast
 import functools
 import importlib
 import json
@@ -303,6 +304,34 @@ def test_the_table_of_meshes_is_what_the_program_on_the_page_computes():
         assert sequences == int(tensor)
 
 
+def test_the_table_of_folders_is_the_order_of_imports():
+    """Each row of the page on architecture has the parts of one layer, the highest first."""
+    from tests.unit.test_layers import LAYERS
+
+    page = (ROOT / "docs/developers/architecture.md").read_text()
+    table = page[page.index("| folder or module |") :].split("\n\n")[0]
+    rows = [set(re.findall(r"`(\w+)`", row.split(" | ")[0])) for row in table.splitlines()[2:]]
+    assert rows == [found for layer in reversed(LAYERS) if (found := layer - {"", "__main__", "_version"})]
+
+
+def test_classes_that_pages_for_developers_name_exist():
+    classes = {}
+    for path in [
+        *ROOT.glob("hpcfsdp/**/*.py"),
+        ROOT / "tests/unit/engine/recording.py",
+        ROOT / "tests/unit/engine/accesses.py",
+    ]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, {""}).update(getattr(part, "name", "") for part in node.body)
+    for page in ROOT.glob("docs/developers/*.md"):
+        named = set(re.findall(r"`([A-Z]\w*[a-z]\w*)(?:\.(\w+))?`", page.read_text()))
+        unknown = {(name, part) for name, part in named if part not in classes.get(name, ())}
+        assert {name for name, _ in unknown} <= {"DTensor", "ShardedTensor", "MixedPrecision", "None"}, (
+            page
+        )  # of others
+
+
 @pytest.mark.parametrize("page", ["docs/developers/architecture.md", "docs/developers/glossary.md"])
 def test_folders_and_files_that_a_page_names_exist(page):
     names = set(re.findall(r"`((?:\w+/)+\w*(?:\.py)?)`", (ROOT / page).read_text()))
@@ -408,7 +437,7 @@ def test_numbers_on_pages_are_those_of_the_code():
     from hpcfsdp import env
     from hpcfsdp.checkpoint.format import access, footer, schema
     from hpcfsdp.comm.mpi import exchange, node_memory, staged
-    from hpcfsdp.engine import context, order
+    from hpcfsdp.engine import order
     from hpcfsdp.hang import departure, waits
 
     logged = [f"{env.wait_log_s() * at:g}" for at in waits._LOG_AT]
@@ -443,7 +472,7 @@ def test_numbers_on_pages_are_those_of_the_code():
             f"{staged._MOST_BYTES >> 20} MiB",
         ],
         "developers/step.md": [
-            f"the same {context.MOST_PATHS} paths",
+            f"the same {order.MOST_PATHS} paths",
             "after ten minutes" if order.PATIENCE_S == 600 else f"{order.PATIENCE_S:g} seconds",
         ],
     }
