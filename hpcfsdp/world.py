@@ -184,10 +184,9 @@ def init(
     check_torchrun(comm.size)
     import torch.distributed as dist
 
-    from hpcfsdp.comm import progress_thread, select  # this and the next load torch, after MPI: Cray needs this order
+    from hpcfsdp.comm import progress, torch_group  # this and the next load torch, after MPI: Cray needs this order
     from hpcfsdp.comm.backend import process_group as hpcmpi
     from hpcfsdp.comm.mpi.communicator import MpiCommunicator
-    from hpcfsdp.comm.torch_group import TorchGroupCommunicator
     from hpcfsdp.launch import device as devices, rendezvous
 
     hpcmpi.register()
@@ -227,15 +226,15 @@ def init(
         topology=topology,
         device=chosen,
         comm=comm.Dup(),
-        communicator=host if chosen.type == "cpu" else TorchGroupCommunicator(group, chosen),
+        communicator=host if chosen.type == "cpu" else torch_group.TorchGroupCommunicator(group, chosen),
         host=host,
         settings=settings,
         made_process_group=creates_group,
     )
-    select.set_default(_world.communicator)
+    torch_group.set_default(_world.communicator)
     _watch_for_hangs(job, node, job_name, folder)
     if env.progress_thread():
-        progress_thread.start()
+        progress.start_thread()
     node.Free()
     return _world
 
@@ -372,7 +371,7 @@ def finalize() -> None:
         return
     import torch.distributed as dist
 
-    from hpcfsdp.comm import progress_thread, select  # torch is loaded already
+    from hpcfsdp.comm import progress, torch_group  # torch is loaded already
     from hpcfsdp.comm.backend.process_group import is_mpi_group
 
     leaving = sys.exc_info()[0] is not None
@@ -380,16 +379,16 @@ def finalize() -> None:
         hang.stop()
     problem = None if leaving else _finish_others()
     world, _world = _world, None
-    select.set_default(None)
+    torch_group.set_default(None)
     own_host = world.made_process_group or not is_mpi_group(world.process_group)
     if leaving:
-        progress_thread.stop()
+        progress.stop_thread()
         world.host.abandon()
         return
     try:
         world.host.barrier()
     finally:
-        progress_thread.stop()
+        progress.stop_thread()
         hang.stop()
     departure.mark_clean()
     try:

@@ -2,7 +2,7 @@
 
 from hpcfsdp.comm.agree import assert_same, of_rank_0, raise_together, raise_together_over
 from hpcfsdp.comm.communicator import Communicator
-from hpcfsdp.comm.select import communicator_for
+from hpcfsdp.comm.torch_group import communicator_for
 
 __all__ = [
     "Communicator",

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hpcfsdp.comm.communicator import Communicator
-from hpcfsdp.comm.grid import Grid
+from hpcfsdp.comm.communicator import Communicator, Grid
 from hpcfsdp.errors import CrossedCallsError, DisagreementError, HpcfsdpError, rebuild
 
 T = TypeVar("T")

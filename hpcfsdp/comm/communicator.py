@@ -282,6 +282,38 @@ class Communicator:
         return [tensor if other == rank else None for other in range(self.size)]
 
 
+class Grid:
+    """Collectives over the ranks of two orthogonal communicators, where no communicator covers all of them.
+
+    Rank 0 is rank 0 of both, and `inner` ranks are consecutive.
+    """
+
+    def __init__(self, inner: Communicator | Grid, outer: Communicator) -> None:
+        self._inner, self._outer = inner, outer
+        self.rank = outer.rank * inner.size + inner.rank
+        self.size = inner.size * outer.size
+        self.device = inner.device
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Collective over all ranks of the grid. Return their values in rank order."""
+        parts = self._outer.all_gather_object(self._inner.all_gather_object(value))
+        return [other for part in parts for other in part]
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Collective over all ranks of the grid. Return the value of rank `src`."""
+        row, place = divmod(src, self._inner.size)
+        if self._outer.rank == row:
+            value = self._inner.broadcast_object(value, place)
+        return self._outer.broadcast_object(value, row)
+
+    def broadcast(self, tensor: Any, src: int) -> None:
+        """Collective over all ranks of the grid. `tensor` becomes the tensor of rank `src`."""
+        row, place = divmod(src, self._inner.size)
+        if self._outer.rank == row:
+            self._inner.broadcast(tensor, place)
+        self._outer.broadcast(tensor, row)
+
+
 def segment(full: torch.Tensor, comm: Communicator) -> torch.Tensor:
     """This rank's part of a 1-D tensor of ``comm.size`` equal parts, as a view."""
     numel = full.numel() // comm.size

@@ -7,6 +7,7 @@ inside of MPI: the loop handles signals and timeouts at once.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import os
@@ -20,7 +21,7 @@ import torch
 from hpcfsdp import _compat, timeline
 from hpcfsdp.errors import CommunicationError, CrossedCallsError, HangError
 from hpcfsdp.hang import calls, events, waits, watch as hang
-from hpcfsdp.hang.waits import Watch
+from hpcfsdp.hang.waits import LongWait, named
 
 log = logging.getLogger("hpcfsdp.comm")
 
@@ -30,6 +31,8 @@ awaited peer gets the core at once."""
 _CLOCK_EVERY = 8
 _SLEEP_S = 0.0002
 """Sleep between polls in a long wait: rank 0 writes a file, a peer compiles."""
+_THREAD_SLEEP_S = 0.0001
+"""Sleep of the thread: a link of 10 GB/s moves 1 MB meanwhile, less than a network's buffers hold."""
 
 
 class Condition(Protocol):
@@ -81,12 +84,13 @@ class Running:
         """When, by ``time.perf_counter_ns``, if the run is observed."""
         self._stepping = threading.Lock()
         events.ring.note(events.BEGIN, label)
-        if threading.get_ident() not in _threads and not _compat.in_backward():  # autograd's threads take turns
-            _threads.add(threading.get_ident())
+        thread = threading.current_thread()
+        if thread not in _threads and not _compat.in_backward():  # autograd's threads take turns
+            _threads.add(thread)
         self._advance()
         if not self.done:
             _in_progress.append(self)
-            begun.set()
+            _begun.set()
 
     def is_completed(self) -> bool:
         advance_all()  # others, too: this one may wait for a rank that waits for one of them
@@ -128,27 +132,28 @@ class Running:
             log.error("%s failed, and no caller waited for it: %s", self.label, self._error)
 
     def _wait(self, timeout_s: float, *, firm: bool, is_over: Callable[[], bool] | None = None) -> None:
-        watch: Watch | None = None
+        long_wait: LongWait | None = None
         recorder = timeline.recorder
         begun_wait = recorder.begin_wait() if recorder is not None else None
         _awaited.add(self)
         try:
             for waited_s in self._waiting(is_over or (lambda: self.done)):
                 if waited_s > timeout_s:
-                    self._give_up(functools.partial(_timed_out, timeout_s, watch))
+                    self._give_up(functools.partial(_timed_out, timeout_s, long_wait))
                 elif waited_s > waits.LOOK_AFTER_S:
                     time.sleep(_SLEEP_S)
                     self._check_departed()
-                    watch = watch or Watch(self.label, self.owner, self.number, firm=firm and len(_threads) == 1)
-                    if waited_s > watch.due_s:
-                        self._give_up(functools.partial(watch.look, waited_s, self._rank), CrossedCallsError)
+                    long_wait = long_wait or LongWait(self.label, self.owner, self.number)
+                    if waited_s > long_wait.due_s:
+                        look = functools.partial(long_wait.look, waited_s, self._rank, firm=firm and not _others_run())
+                        self._give_up(look, CrossedCallsError)
                     if hang.is_hang(waited_s) and not self.done:
                         self._explain(waited_s)
         finally:
             _awaited.discard(self)
-            begun.set()
-            if watch is not None:
-                watch.end(failed=self.failed)
+            _begun.set()
+            if long_wait is not None:
+                long_wait.end(failed=self.failed)
             if begun_wait is not None:
                 recorder.end_wait(begun_wait, self.label)
 
@@ -212,7 +217,7 @@ class Running:
         where = f"{path} says where each rank is" if path is not None else "the log says why there is no report"
         self._give_up(
             lambda missing: (
-                f"waited {waited_s:.0f} s for {_named(missing)}: the job hangs; {where}. HPCFSDP_HANG_S sets the time, "
+                f"waited {waited_s:.0f} s for {named(missing)}: the job hangs; {where}. HPCFSDP_HANG_S sets the time, "
                 "where ranks are this slow"
             ),
             HangError,
@@ -236,8 +241,7 @@ class Running:
 
 
 def _left(ranks: set[int]) -> str | None:
-    names = ", ".join(map(str, sorted(ranks)))
-    return f"rank(s) {names} left the program without taking part" if ranks else None
+    return f"{named(sorted(ranks))} left the program without taking part" if ranks else None
 
 
 def _within_call(error: BaseException) -> BaseException:
@@ -248,14 +252,10 @@ def _within_call(error: BaseException) -> BaseException:
     return error
 
 
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank(s) {', '.join(map(str, ranks))}" if ranks else "other ranks"
-
-
-def _timed_out(timeout_s: float, watch: Watch | None, missing: Sequence[int]) -> str:
-    known = watch.others(missing) if watch is not None else ""
+def _timed_out(timeout_s: float, long_wait: LongWait | None, missing: Sequence[int]) -> str:
+    known = long_wait.others(missing) if long_wait is not None else ""
     return (
-        f"waited {timeout_s:g} s for {_named(missing)}, which did not take part. They hang, have left, or call other "
+        f"waited {timeout_s:g} s for {named(missing)}, which did not take part. They hang, have left, or call other "
         "collectives; TORCH_DISTRIBUTED_DEBUG=DETAIL compares the calls of all ranks and names the one that differs"
         + (f" ({known})" if known else "")
     )
@@ -273,21 +273,22 @@ class Finished:
 
 _in_progress: list[Running] = []
 _awaited: set[Running] = set()
-begun = threading.Event()
+_begun = threading.Event()
 """Set when a collective has begun, and when a wait has ended."""
-_threads: set[int] = set()
-"""Threads that have begun collectives. If there are several, one may make the call that another waits for."""
+_threads: set[threading.Thread] = set()
+"""Threads that have begun collectives. If several of them run, one may make the call that another waits for."""
+
+
+def _others_run() -> bool:
+    """Return whether several threads that have begun collectives run."""
+    _threads.difference_update([thread for thread in tuple(_threads) if not thread.is_alive()])
+    return len(_threads) > 1
 
 
 def advance_all() -> None:
     """Continue all collectives in progress, on any thread."""
     for work in tuple(_in_progress):
         work._advance()
-
-
-def needs_thread() -> bool:
-    """Whether collectives are in progress, and the program waits for none: a wait advances all."""
-    return bool(_in_progress) and not _awaited
 
 
 def run(
@@ -317,3 +318,43 @@ def complete(owner: object) -> None:
                     errors.append(error)
     if errors:
         raise errors[0]
+
+
+_ended = threading.Event()
+_thread: threading.Thread | None = None
+_process = 0
+"""The thread's: a process that was forked from it has no such thread."""
+
+
+def start_thread() -> None:
+    """Not collective. Have a thread advance all collectives of this process, until ``stop_thread``.
+
+    Optional: it takes time of a core. MPI must have been started with MPI_THREAD_MULTIPLE.
+    """
+    global _thread, _process
+    if _thread is None:
+        _process = os.getpid()
+        _ended.clear()
+        _thread = threading.Thread(target=_advance_until_ended, name="hpcfsdp-progress", daemon=True)
+        _thread.start()
+        atexit.register(stop_thread)  # before MPI ends
+
+
+def stop_thread() -> None:
+    """Not collective. End the thread, if there is one."""
+    global _thread
+    thread, _thread = _thread, None
+    if thread is not None and os.getpid() == _process:
+        _ended.set()
+        _begun.set()
+        thread.join()
+        atexit.unregister(stop_thread)
+
+
+def _advance_until_ended() -> None:
+    while not _ended.is_set():
+        _begun.wait()
+        _begun.clear()
+        # A wait of the program advances all collectives itself.
+        while _in_progress and not _awaited and not _ended.wait(_THREAD_SLEEP_S):
+            advance_all()

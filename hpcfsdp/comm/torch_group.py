@@ -1,9 +1,11 @@
-"""Collectives through a process group of torch.distributed: NCCL on GPUs, gloo or any other on the CPU."""
+"""Collectives through a process group of torch.distributed, and the communicator for any group."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,14 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpcfsdp import _compat, accelerator, timeline
+from hpcfsdp import _compat, accelerator, env, timeline
+from hpcfsdp.comm.backend.process_group import is_mpi_group
 from hpcfsdp.comm.communicator import Communicator
+from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.comm.reduce import OptionalTensors, Reduction, Tensors, divide_, reduce_rows
-from hpcfsdp.comm.registered import registered_memory
 from hpcfsdp.errors import DifferentCallsError
 from hpcfsdp.hang import events
 from hpcfsdp.launch.topology import Topology
+
+log = logging.getLogger("hpcfsdp.comm")
 
 _NATIVE_DTYPES = {torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8}
 """The dtypes that all backends reduce themselves. Values of others are moved as bytes and reduced here."""
@@ -33,7 +38,7 @@ _NATIVE_OPS = {
 
 
 class TorchGroupCommunicator(Communicator):
-    """A ``Communicator`` over a ``torch.distributed.ProcessGroup``."""
+    """A ``Communicator`` over a ``torch.distributed.ProcessGroup``: NCCL on GPUs, gloo or any other on the CPU."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
         self.group = group
@@ -73,7 +78,7 @@ class TorchGroupCommunicator(Communicator):
         return f"TorchGroupCommunicator({dist.get_backend(self.group)}, rank={self.rank}, size={self.size})"
 
     def gathering_memory(self) -> contextlib.AbstractContextManager[Any]:
-        return registered_memory(self.group, self.device)
+        return _registered_memory(self.group, self.device)
 
     def _barrier(self, async_op: bool) -> _Work | Finished | None:
         events.ring.note(events.BEGIN, "barrier")
@@ -242,3 +247,74 @@ def _ended(
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor of any dtype."""
     return tensor.detach().view(-1).view(torch.uint8)
+
+
+_pools: weakref.WeakKeyDictionary[dist.ProcessGroup, Any | None] = weakref.WeakKeyDictionary()
+"""One for each group: memory is registered with one communicator."""
+
+
+def _registered_memory(group: dist.ProcessGroup, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which device memory is registered with a group; nothing without the option.
+
+    NCCL copies between a tensor and buffers of its own, unless the tensor's memory comes from NCCL's allocator and is
+    registered with the group. Collective over `group`, if that has sent nothing yet.
+    """
+    if not env.registered_memory():
+        return contextlib.nullcontext()
+    if group not in _pools:
+        _pools[group] = _compat.registered_pool(group, device)
+        if _pools[group] is None:
+            log.warning(
+                "%s has no registered memory: HPCFSDP_REGISTERED_MEMORY=1 has no effect", dist.get_backend(group)
+            )
+    pool = _pools[group]
+    return contextlib.nullcontext() if pool is None else accelerator.allocating_from(pool, device)
+
+
+_default: Communicator | None = None
+
+
+def set_default(communicator: Communicator | None) -> None:
+    """Set the communicator of the world, from ``hpcfsdp.init`` to ``finalize``."""
+    global _default
+    _default = communicator
+
+
+def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required: bool) -> Communicator:
+    """Return the communicator for a process group; by default the one of the world.
+
+    After ``hpcfsdp.init()`` the world communicates over MPI on CPU and over NCCL on GPUs. With torch.distributed alone
+    it uses the default group. torch's "fake" backend gets a ``FakeCommunicator``. A ``Communicator`` is returned as it
+    is.
+
+    Args:
+        group: a process group of torch.distributed, a communicator, or None for the world.
+        required: raise where there is no world yet; otherwise the communicator has this process alone.
+    """
+    if isinstance(group, dist.ProcessGroup):
+        return _over(group)
+    if group is not None:
+        if not isinstance(group, Communicator):
+            raise TypeError(
+                "process_group must be a torch.distributed ProcessGroup or an hpcfsdp Communicator, not "
+                f"{type(group).__name__}"
+            )
+        return group
+    if _default is not None:
+        return _default
+    if dist.is_initialized():
+        return communicator_for(dist.group.WORLD, required=required)
+    if required:
+        raise RuntimeError(
+            "there is no process group yet: call hpcfsdp.init() first (or torch.distributed.init_process_group)"
+        )
+    return FakeCommunicator()
+
+
+def _over(group: dist.ProcessGroup) -> Communicator:
+    if is_mpi_group(group):
+        staged = _default is not None and accelerator.is_accelerator(_default.device)
+        return TorchGroupCommunicator(group, _default.device) if staged else group.communicator
+    if dist.get_backend(group) == "fake":  # torch's own, for planning and tests: its collectives move no bytes
+        return FakeCommunicator(group.rank(), group.size(), device=_compat.device_of_group(group))
+    return TorchGroupCommunicator(group)

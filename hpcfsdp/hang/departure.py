@@ -5,9 +5,12 @@
 - ``sys.exit`` does not reach the exception hook. The process would wait in ``MPI_Finalize`` for the others, and these
   for it in a collective. A rank that exits with an error code waits ``GRACE_S`` for the others to exit, too (all may
   have found the same error), then aborts the job. It does not after ``hpcfsdp.finalize()``, which all ranks call.
-- A rank that exits without an error before the others sends them a message. A rank that waits for it in a collective
-  raises an error (``departed``).
-- Where the launcher of a rank has died, ``MPI_Finalize`` would wait for it: the ranks end without.
+- A rank that exits without an error before the others tells them. A rank that waits for it in a collective raises an
+  error (``departed``).
+- Ranks are children of a daemon of their launcher on the node (slurmstepd, prted, hydra_pmi_proxy). If that is killed,
+  the scheduler can neither signal nor end them, and does not know of their end. Where the daemons of other ranks live,
+  the job would wait for ever. So a rank whose launcher has died asks itself to stop, and ends without ``MPI_Finalize``,
+  which would wait for the launcher.
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ import contextlib
 import functools
 import gc
 import io
+import logging
 import os
+import signal
 import sys
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -29,28 +35,34 @@ from typing import Any, NoReturn
 
 from hpcfsdp import env
 from hpcfsdp.errors import HpcfsdpError
-from hpcfsdp.hang import orphan, tracebacks
+from hpcfsdp.hang import tracebacks
 from hpcfsdp.text.terminal import shown_lines
+
+log = logging.getLogger("hpcfsdp.job")
 
 OUTPUT_GRACE_S = 0.5
 """Before an abort: launchers drop output that arrives after it."""
-
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 GRACE_S = 4.0
-SEND_AFTER_S = 1.0
-MOST_RANKS = 128
-"""In jobs of more ranks a rank that exits early sends no messages, and ranks that wait for it time out."""
+TELL_AFTER_S = 1.0
+LOOK_EVERY_S = 1.0
+"""Between two looks whether the launcher lives."""
+TOLD_BY_ONE = 128
+"""A rank that exits early tells so many others, and each of them as many more, once it waits or exits itself."""
 _TAG = 1
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 _OPEN_MPI_LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")
 """Names of the processes that start ranks, in versions 5 and 4."""
 
-_comm: Any = None
+_departures: Departures | None = None
+"""None in a job of one rank."""
 _process = 0
+"""The process that is a rank, and not one that was forked from it."""
+_watching = _parent = 0
+"""The process that watches its launcher, and the launcher's process; a forked child does not watch."""
 _last: weakref.ref[_Exit] | None = None
 _code: int = 0
 """The error code of this process; 0 if it exits without an error, or if the code is not known."""
 _is_clean = False
-_gone: set[int] = set()
 
 
 def catch_errors(comm: Any) -> None:
@@ -63,7 +75,7 @@ def catch_errors(comm: Any) -> None:
 
 
 def _hook_of_user(hook: Hook) -> Hook:
-    """The hook that prints exceptions, behind the hooks of torch and of this module."""
+    """Return the hook that prints exceptions, behind the hooks of torch and of this module."""
     while True:
         behind = None
         if isinstance(hook, _EndOfJob):
@@ -106,12 +118,12 @@ class _EndOfJob:
     def _text(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> tuple[str, Callable[[], Any]]:
-        """What this rank prints: a message for ``end_job``, and a function that prints more."""
-        failures = self._failures(tracebacks.failure_of(self._rank, kind, error, trace), error)
+        """Return what this rank prints: a message for ``end_job``, and a function that prints more."""
+        errors = self._errors(tracebacks.error_of(self._rank, kind, error, trace), error)
         if self.before is sys.__excepthook__:  # at once: other ranks print, too
-            return tracebacks.merged(failures, self._size), lambda: None
-        own = [failure for failure in failures if failure.stack == failures[0].stack]
-        others = [failure for failure in failures if failure not in own]
+            return tracebacks.merged(errors, self._size), lambda: None
+        own = [each for each in errors if each.stack == errors[0].stack]
+        others = [each for each in errors if each not in own]
 
         def show() -> None:
             self.before(kind, error, trace)
@@ -120,29 +132,29 @@ class _EndOfJob:
 
         return f"{tracebacks.who(own, self._size)}: {tracebacks.ENDED}", show
 
-    def _failures(self, mine: tracebacks.Failure, error: BaseException) -> list[tracebacks.Failure]:
-        """This rank's failure, and those of others that it is to print with it."""
+    def _errors(self, mine: tracebacks.UncaughtError, error: BaseException) -> list[tracebacks.UncaughtError]:
+        """Return this rank's error, and those of others that it is to print with it."""
         from mpi4py import MPI
 
         if getattr(error, "raised_on_all_ranks", False):
             if self._rank:
                 time.sleep(tracebacks.TOGETHER_S)
             return [mine]
-        if _comm is None or MPI.Is_finalized():
+        if _departures is None or MPI.Is_finalized():
             return [mine]
-        found = tracebacks.exchange(_comm, mine) or [mine]
-        return sorted(found, key=lambda failure: failure is not mine)
+        found = tracebacks.exchange(_departures.comm, mine) or [mine]
+        return sorted(found, key=lambda each: each is not mine)
 
 
 def exit_code(error: BaseException) -> int:
-    """The code with which a job ends after this error."""
+    """Return the code with which a job ends after this error."""
     if isinstance(error, KeyboardInterrupt):
         return 130
     return error.exit_code if isinstance(error, HpcfsdpError) else 1
 
 
 def uncaught() -> BaseException | None:
-    """The uncaught error, if a hook that the user has set later has printed it and has not aborted the job."""
+    """Return the uncaught error, if a hook that the user has set later has printed it and has not aborted the job."""
     return None if isinstance(sys.excepthook, _EndOfJob) else getattr(sys, "last_value", None)
 
 
@@ -159,7 +171,7 @@ def abort(message: str, exit_code: int, show: Callable[[], Any] = lambda: None) 
 
 
 def end_job(message: str, exit_code: int, show: Callable[[], Any] = lambda: None) -> None:
-    """As ``abort``, with a message that names ranks and hosts itself."""
+    """Do as ``abort``, with a message that names ranks and hosts itself."""
     from mpi4py import MPI
 
     try:
@@ -182,7 +194,7 @@ def end_job(message: str, exit_code: int, show: Callable[[], Any] = lambda: None
 
 
 def _launcher_sees_exit() -> bool:
-    """Whether this process is a child of Open MPI's launcher, which ends all processes as soon as one fails.
+    """Return whether this process is a child of Open MPI's launcher, which ends all processes as soon as one fails.
 
     A shell script or a profiler between them may run on, or end without an error.
     """
@@ -210,15 +222,82 @@ def _code_of(error: SystemExit) -> int:
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
+class Departures:
+    """The ranks that have left the program, as far as this rank knows.
+
+    Attributes:
+        comm: an mpi4py communicator of all ranks, used with this module's tags alone.
+        gone: the ranks that others, or their own messages, have named.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+        self.gone: set[int] = set()
+        self._sent: list[Any] = []
+
+    def tell(self, rank: int) -> None:
+        """Not collective. Tell those ranks that `rank` has left which this one has to tell: `rank` itself the first."""
+        size, place = self.comm.size, (self.comm.rank - rank) % self.comm.size
+        first = TOLD_BY_ONE * place + 1
+        for other in range(first, min(first + TOLD_BY_ONE, size)):
+            self._sent.append(self.comm.Isend(array("i", [rank]), (rank + other) % size, _TAG))
+
+    def receive(self) -> set[int]:
+        """Not collective. Receive what has arrived, and tell others. Return ``gone``."""
+        while (message := self.comm.Improbe(tag=_TAG)) is not None:
+            message.Recv(left := array("i", [0]))
+            self.gone.add(left[0])
+            self.tell(left[0])
+        return self.gone
+
+    def complete(self, has_left: bool) -> None:
+        """Collective over `comm`. Complete all messages: MPI must not end with messages in progress.
+
+        Args:
+            has_left: whether this rank has told the others that it has left.
+        """
+        flags = bytearray(self.comm.size)
+        self.comm.Allgather(bytearray([has_left]), flags)
+        awaited = {rank for rank, flag in enumerate(flags) if flag and rank != self.comm.rank}
+        while not awaited <= self.receive():
+            time.sleep(0.001)
+        for request in self._sent:
+            request.Wait()
+
+
 def install(comm: Any) -> None:
     """Collective over `comm`, an mpi4py communicator of all ranks. Install the hooks of this module, once."""
-    global _comm, _process
-    if comm.size == 1 or _comm is not None:
+    global _departures, _process
+    if comm.size == 1 or _departures is not None:
         return
     catch_errors(comm)
-    _comm, _process = comm.Dup(), os.getpid()
+    _departures, _process = Departures(comm.Dup()), os.getpid()
     sys.exit = _exit
     atexit.register(_leave)
+
+
+def watch_launcher() -> None:
+    """Not collective. From now on this process gets SIGTERM when its parent dies; may be called again.
+
+    With ``hpcfsdp.preemption()`` all ranks then save a checkpoint and stop. Otherwise the signal ends this rank.
+    """
+    global _watching, _parent
+    if _watching != os.getpid():
+        _watching, _parent = os.getpid(), os.getppid()
+        threading.Thread(target=_await_orphanhood, name="hpcfsdp-launcher", daemon=True).start()
+
+
+def is_orphan() -> bool:
+    """Not collective. Return whether this process watches its parent, and that has died."""
+    return os.getpid() == _watching and os.getppid() != _parent
+
+
+def _await_orphanhood() -> None:
+    # Not PR_SET_PDEATHSIG: it is sent as soon as the thread ends that has started the process.
+    while not is_orphan():
+        time.sleep(LOOK_EVERY_S)
+    log.error("the launcher of this rank (process %d) has died: this rank stops", _parent)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def mark_clean(clean: bool = True) -> None:
@@ -228,14 +307,8 @@ def mark_clean(clean: bool = True) -> None:
 
 
 def departed() -> set[int]:
-    """Not collective. The ranks that are known to have left the program."""
-    from mpi4py import MPI
-
-    status = MPI.Status()
-    while _comm is not None and (message := _comm.Improbe(tag=_TAG, status=status)) is not None:
-        message.Recv(bytearray(1))
-        _gone.add(status.Get_source())
-    return _gone
+    """Not collective. Return the ranks that are known to have left the program."""
+    return set() if _departures is None else _departures.receive()
 
 
 def _exit(status: Any = None, /) -> NoReturn:
@@ -250,10 +323,10 @@ def _make_exit(status: Any) -> _Exit:
 
 
 def _leave() -> None:
-    """Collective: every rank runs this when its program ends."""
+    """Collective over all processes of the job. Every rank runs this when its program ends."""
     from mpi4py import MPI
 
-    if os.getpid() != _process or MPI.Is_finalized():
+    if _departures is None or os.getpid() != _process or MPI.Is_finalized():
         return
     error = uncaught()
     if error is not None and not _is_clean:
@@ -262,21 +335,18 @@ def _leave() -> None:
     alive = _last() if _last is not None else None
     exits_with = _code or (_code_of(alive) if alive is not None else 0)
     code = 0 if _is_clean else exits_with
-    arrival, began_s, sent = _comm.Ibarrier(), time.monotonic(), []
+    arrival, began_s, has_left = _departures.comm.Ibarrier(), time.monotonic(), False
     while not arrival.Test():
         waited_s = time.monotonic() - began_s
         if code and waited_s > GRACE_S:
             abort(f"left the program with exit code {code}, while other ranks still run", code)
-        if waited_s > SEND_AFTER_S and not sent and not code and _comm.size <= MOST_RANKS:
-            sent = [_comm.Isend(bytearray(1), peer, _TAG) for peer in range(_comm.size) if peer != _comm.rank]
+        if waited_s > TELL_AFTER_S and not has_left and not code:
+            has_left = True
+            _departures.tell(_departures.comm.rank)
+        _departures.receive()
         time.sleep(0.001)
-    if _comm.size <= MOST_RANKS:
-        # All ranks are here. Receive all messages: MPI must not end with messages in progress.
-        for rank, has_sent in enumerate(_comm.allgather(bool(sent))):
-            if has_sent and rank != _comm.rank and rank not in _gone:
-                _comm.Recv(bytearray(1), rank, _TAG)
-        MPI.Request.Waitall(sent)
-    if _comm.allreduce(orphan.is_orphan(), MPI.MAX):
+    _departures.complete(has_left)
+    if _departures.comm.allreduce(is_orphan(), MPI.MAX):
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -25,12 +25,12 @@ _POLL_S = 0.01
 
 
 @dataclass(frozen=True)
-class Failure:
+class UncaughtError:
     """An uncaught error of a rank.
 
     Attributes:
         raised_s: Unix time, by the clock of the host.
-        stack: files, lines and classes of the error and of those that it followed from: equal for equal failures.
+        stack: files, lines and classes of the error and of those that it followed from: equal for equal errors.
         text: the traceback as Python prints it.
         error: its last line: class and message.
     """
@@ -43,8 +43,8 @@ class Failure:
     error: str
 
 
-def failure_of(rank: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Failure:
-    """Not collective. The failure of this rank."""
+def error_of(rank: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> UncaughtError:
+    """Not collective. Return the uncaught error of this rank."""
     whole = traceback.TracebackException(kind, error, trace)
     stack, part = [], whole
     while part is not None:
@@ -52,17 +52,17 @@ def failure_of(rank: int, kind: type[BaseException], error: BaseException, trace
         stack += [f"{frame.filename}:{frame.lineno}" for frame in part.stack]
         part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
     last = "".join(whole.format_exception_only()).strip()
-    return Failure(rank, env.host_name(), time.time(), "\n".join(stack), "".join(whole.format()), last)
+    return UncaughtError(rank, env.host_name(), time.time(), "\n".join(stack), "".join(whole.format()), last)
 
 
-def exchange(comm: Any, mine: Failure) -> list[Failure] | None:
+def exchange(comm: Any, mine: UncaughtError) -> list[UncaughtError] | None:
     """Not collective: failed ranks call it, and it returns within ``TOGETHER_S``.
 
     Args:
         comm: an mpi4py communicator of all ranks, of which this module alone uses its tag.
 
     Returns:
-        The failures of all ranks that have failed by now, if this one is to print them; None if a lower rank should
+        The errors of all ranks that have failed by now, if this one is to print them; None if a lower rank should
         have, and has not ended the job.
     """
     receivers = range(comm.size) if comm.size <= MOST_RANKS else [0]
@@ -87,15 +87,15 @@ def exchange(comm: Any, mine: Failure) -> list[Failure] | None:
         time.sleep(_POLL_S)
 
 
-def merged(failures: Iterable[Failure], size: int) -> str:
-    """One text for the failures of ranks: each different traceback once, the earliest first, with its ranks.
+def merged(errors: Iterable[UncaughtError], size: int) -> str:
+    """One text for the errors of ranks: each different traceback once, the earliest first, with its ranks.
 
-    Further parts begin with "hpcfsdp: "; the first does not, as messages of ``shutdown.end_job``.
+    Further parts begin with "hpcfsdp: "; the first does not, as messages of ``departure.end_job``.
     """
-    groups: dict[str, list[Failure]] = {}
-    for failure in sorted(failures, key=lambda failure: failure.rank):
-        groups.setdefault(failure.stack, []).append(failure)
-    ordered = sorted(groups.values(), key=lambda group: min(failure.raised_s for failure in group))
+    groups: dict[str, list[UncaughtError]] = {}
+    for each in sorted(errors, key=lambda each: each.rank):
+        groups.setdefault(each.stack, []).append(each)
+    ordered = sorted(groups.values(), key=lambda group: min(each.raised_s for each in group))
     parts = []
     for group in ordered:
         first, *others = group
@@ -103,13 +103,13 @@ def merged(failures: Iterable[Failure], size: int) -> str:
         lines += [f"rank {other.rank}: {other.error}" for other in others if other.error != first.error]
         parts.append("\n".join(lines))
     if len(ordered) > 1:
-        first = min(ordered[0], key=lambda failure: failure.raised_s)
+        first = min(ordered[0], key=lambda each: each.raised_s)
         parts.append(f"first: {who([first], size)}: {first.error}")
     return "\nhpcfsdp: ".join(parts)
 
 
-def who(group: Sequence[Failure], size: int) -> str:
-    """The ranks and hosts of failures: "ranks 0-3 of 4 on node1"."""
-    hosts = list(dict.fromkeys(failure.host for failure in group))
+def who(group: Sequence[UncaughtError], size: int) -> str:
+    """The ranks and hosts of errors: "ranks 0-3 of 4 on node1"."""
+    hosts = list(dict.fromkeys(each.host for each in group))
     shown = ", ".join(hosts) if len(hosts) <= _MOST_HOSTS else f"{len(hosts)} nodes, {hosts[0]} among them"
-    return f"{ranks(failure.rank for failure in group)} of {size} on {shown}"
+    return f"{ranks(each.rank for each in group)} of {size} on {shown}"

@@ -230,21 +230,19 @@ def same_call(gathered: Sequence[tuple[str, Any]]) -> list[Any]:
     return [value for _, value in gathered]
 
 
-class Watch:
+class LongWait:
     """A wait of more than a second. The waiting thread calls ``look`` from time to time."""
 
-    def __init__(self, label: str, owner: Any, number: Any, *, firm: bool) -> None:
+    def __init__(self, label: str, owner: Any, number: Any) -> None:
         """
         Args:
             owner: of the collective. If it is not a ``Member``, its waits are only logged.
             number: of the call, None where calls are not counted.
-            firm: whether this process does nothing else meanwhile.
         """
         self._label = label
         self._ranks: Sequence[int] | None = getattr(owner, "world_ranks", None)
         self._owner = owner
         self._place = None if number is None else (owner.key, number)
-        self._firm = firm
         self._serial = next(_serials)
         self._mine: Waiting | None = None
         self._crossed = False
@@ -253,8 +251,12 @@ class Watch:
         self._logged = 0
         self.due_s = LOOK_AFTER_S if self._ranks is not None else self._next_log_s()
 
-    def look(self, waited_s: float, rank: int, missing: Sequence[int]) -> str | None:
+    def look(self, waited_s: float, rank: int, missing: Sequence[int], *, firm: bool) -> str | None:
         """Store this rank's record, and read those of missing ranks.
+
+        Args:
+            rank: this one, as the owner numbers its ranks, and so the `missing` ones.
+            firm: whether this process does nothing else meanwhile.
 
         Returns:
             Why this wait will never end, None where it may end.
@@ -264,7 +266,7 @@ class Watch:
         if ranks is not None:
             self.due_s = waited_s + self._pause_s
             rank, missing = ranks[rank], [ranks[each] for each in missing]
-            reason = self._compare(waited_s, rank, missing)
+            reason = self._compare(rank, missing, firm)
         if waited_s >= self._next_log_s():
             while waited_s >= self._next_log_s():
                 self._logged += 1
@@ -284,7 +286,7 @@ class Watch:
     def _note(self, waited_s: float, missing: Sequence[int]) -> None:
         events.ring.begin_wait(time.time() - waited_s, self._label, calls.current(), missing)
 
-    def _compare(self, waited_s: float, rank: int, missing: Sequence[int]) -> str | None:
+    def _compare(self, rank: int, missing: Sequence[int], firm: bool) -> str | None:
         read, written = _board.read, _board.written
         answers = {peer: (each.serial, _called(each.place)) for peer, each in read.items() if peer in missing}
         earlier = self._mine.answers if self._mine is not None else {}
@@ -295,7 +297,7 @@ class Watch:
             self._label,
             self._place,
             tuple(missing[:_MOST_READ]),
-            self._firm and self._place is not None,
+            firm and self._place is not None,
             {**earlier, **answers},
         )
         self._mine = mine
@@ -323,7 +325,7 @@ class Watch:
             elif each.over:
                 parts.append(f"rank {rank} has raised an error in {each}")
             else:
-                parts.append(f"rank {rank} waits in {each} for {_names(each.missing)}")
+                parts.append(f"rank {rank} waits in {each} for {named(each.missing)}")
         return "; ".join(parts)
 
     def _next_log_s(self) -> float:
@@ -337,10 +339,10 @@ class Watch:
         call = calls.current()
         where = f"{call} ({self._label})" if call else self._label
         others = f": {self._describe(missing)}" if self._ranks is not None and missing else ""
-        log.warning("rank %d has waited %.0f s in %s for %s%s", rank, waited_s, where, _names(missing), others)
+        log.warning("rank %d has waited %.0f s in %s for %s%s", rank, waited_s, where, named(missing), others)
 
 
-def _names(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
     if not ranks:
         return "other ranks"
     shown = ", ".join(map(str, sorted(ranks)[:_MOST_READ]))

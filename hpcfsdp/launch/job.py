@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
 from hpcfsdp.errors import LaunchError
-from hpcfsdp.hang import departure, orphan
+from hpcfsdp.hang import departure
 from hpcfsdp.launch import signals
 from hpcfsdp.launch.topology import Topology
 
@@ -133,7 +133,7 @@ def current_job() -> Job:
     departure.install(comm)
     signals.shield_children()
     if env.launcher_size() is not None:
-        orphan.watch()
+        departure.watch_launcher()
     if comm.size > 1:
         _warn_of_forks(mpi)
     else:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator, communicator_for
-from hpcfsdp.comm.grid import Grid
+from hpcfsdp.comm.communicator import Grid
 from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.errors import CheckpointError, StateDictError
 from hpcfsdp.params.flat_param import FlatParam

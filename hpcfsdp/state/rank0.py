@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hpcfsdp.comm import Communicator, raise_together
-from hpcfsdp.comm.grid import Grid
+from hpcfsdp.comm.communicator import Grid
 from hpcfsdp.errors import HpcfsdpError, StateDictError
 from hpcfsdp.reshard.sharded_tensors import check_readable, is_distributed
 from hpcfsdp.state.model import ranks_of_model

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp import _compat
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.comm import Communicator, raise_together
-from hpcfsdp.comm.grid import Grid
+from hpcfsdp.comm.communicator import Grid
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import Box

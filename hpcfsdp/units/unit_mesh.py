@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hpcfsdp import _compat, accelerator, env
 from hpcfsdp.comm import Communicator, communicator_for
+from hpcfsdp.comm.communicator import Grid
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.comm.grid import Grid
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.launch.topology import Topology
 from hpcfsdp.params.layout import TensorBlock

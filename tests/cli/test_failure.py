@@ -181,6 +181,31 @@ def test_a_rank_that_exits_early_is_named_by_ranks_that_wait_for_it(start, tmp_p
     assert "rank(s) 1 left the program without taking part" in job.stderr
 
 
+TOLD_IN_TURN = """
+import sys
+import hpcfsdp
+from hpcfsdp.hang import departure
+departure.TOLD_BY_ONE = 1
+world = hpcfsdp.init("cpu")
+others = {0: [0, 1], 1: [1, 2], 2: [1, 2]}[world.rank]
+if world.rank == 1:
+    world.communicator.subgroup([0, 1])
+comm = world.communicator.subgroup(others)
+if world.rank == 2:
+    sys.exit()
+comm.barrier()
+"""
+
+
+def test_a_rank_that_exits_early_is_named_by_a_rank_that_another_one_has_told(start, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(TOLD_IN_TURN)
+    job = start(script, ranks=3).wait()
+    assert job.code != 0
+    assert "rank 1 of 3 on" in job.stderr
+    assert "rank(s) 1 left the program without taking part" in job.stderr  # of the communicator of ranks 1 and 2
+
+
 def test_ranks_that_exit_together_end_without_a_message(start, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys\nimport hpcfsdp\nworld = hpcfsdp.init('cpu')\nsys.exit(5)\n")

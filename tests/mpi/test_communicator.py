@@ -4,7 +4,7 @@ import torch
 from hpcfsdp.comm import assert_same, raise_together
 from hpcfsdp.comm.communicator import segment
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.comm.mpi import matching
+from hpcfsdp.comm.mpi import messages as mpi_messages
 from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.comm.reduce import accumulate_dtype, refuse_op
 from hpcfsdp.errors import CommunicationError, DisagreementError, HpcfsdpError, UsageError
@@ -404,8 +404,8 @@ def test_buffers_stay_resizable_after_a_collective(comm):
 
 @pytest.mark.parametrize("numel", [0, 7, 10, 11])
 def test_long_messages_go_in_parts(dtensor_ranks, monkeypatch, numel):
-    monkeypatch.setattr(matching, "_INLINE_BYTES", 0)
-    monkeypatch.setattr(matching, "_PART_BYTES", 10)
+    monkeypatch.setattr(mpi_messages, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(mpi_messages, "_PART_BYTES", 10)
     comm = dtensor_ranks["messages"].comm
     output, mine = torch.empty(numel * comm.size, dtype=torch.int16), torch.full((numel,), comm.rank, dtype=torch.int16)
     comm.all_gather_into_tensor(output, mine)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpcfsdp.comm.mpi import matching
+from hpcfsdp.comm.mpi import messages as mpi_messages
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
@@ -100,8 +100,8 @@ def test_a_message_of_another_size_is_not_written_and_the_next_one_is(several, w
 
 
 def test_unexpected_messages_in_parts_are_received_in_order(several, world, make_comm, monkeypatch):
-    monkeypatch.setattr(matching, "_INLINE_BYTES", 16)
-    monkeypatch.setattr(matching, "_PART_BYTES", 64)
+    monkeypatch.setattr(mpi_messages, "_INLINE_BYTES", 16)
+    monkeypatch.setattr(mpi_messages, "_PART_BYTES", 64)
     comm = make_comm(timeout_s=60)
     if world.rank == 1:
         for numel in (100, 5, 40, 3):

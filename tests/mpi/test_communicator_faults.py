@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from hpcfsdp.comm.mpi import matching
+from hpcfsdp.comm.mpi import messages as mpi_messages
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
@@ -148,7 +148,7 @@ def test_memory_that_mpi_may_still_read_outlives_a_send_that_failed(several, wor
             comm.send(tensor, 1, async_op=True).wait(0.05)
         del tensor
         gc.collect()
-        kept = [read for _, _, read in matching.abandoned if isinstance(read, torch.Tensor)]
+        kept = [read for _, _, read in mpi_messages.abandoned if isinstance(read, torch.Tensor)]
         assert address in [read.data_ptr() for read in kept]
     world.comm.Barrier()
 

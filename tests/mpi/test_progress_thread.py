@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpcfsdp.comm import progress_thread
+from hpcfsdp.comm import progress
 from hpcfsdp.errors import HpcfsdpError, LaunchError
 from hpcfsdp.launch import device
 from hpcfsdp.launch.topology import Topology
@@ -23,9 +23,9 @@ def messages(make_comm, world):
 
 @pytest.fixture
 def thread():
-    progress_thread.start()
+    progress.start_thread()
     yield
-    progress_thread.stop()
+    progress.stop_thread()
 
 
 def reduce_without_a_look(comm, seconds):
@@ -58,11 +58,11 @@ def test_training_is_bitwise_the_same(groups, comm):
         return losses, [param.detach().clone() for param in model.parameters()]
 
     losses, params = train()
-    progress_thread.start()
+    progress.start_thread()
     try:
         with_thread, same = train()
     finally:
-        progress_thread.stop()
+        progress.stop_thread()
     assert torch.equal(torch.as_tensor(losses), torch.as_tensor(with_thread))
     for one, other in zip(params, same, strict=True):
         assert torch.equal(one, other)

@@ -31,7 +31,7 @@ FILES = {
         ("checkpoint.format.file_kind", "checkpoint.format.parts"), "regular files of a folder of checkpoints"
     ),
     "cli.main": "/dev/null",
-    "comm.mpi.window": "shared memory of the page",
+    "comm.mpi.node_memory": "shared memory of the page",
     "report.page": "of the package",
     "text.safe_files": "what this page is about",
 }

@@ -18,8 +18,7 @@ from mpi4py import MPI
 from hpcfsdp import _compat
 from hpcfsdp.comm.communicator import Communicator, check_list, check_peer, check_same_numel, describe
 from hpcfsdp.comm.mpi import exchange, shared, staged
-from hpcfsdp.comm.mpi.matching import MessageMatcher, Mismatches
-from hpcfsdp.comm.mpi.messages import MpiCall, Requests
+from hpcfsdp.comm.mpi.messages import MessageMatcher, Mismatches, MpiCall, Requests
 from hpcfsdp.comm.mpi.node_memory import NodeMemory, memory_at, memory_bytes, share
 from hpcfsdp.comm.mpi.shared import NodeView
 from hpcfsdp.comm.progress import Running, Steps, complete, run
@@ -225,7 +224,7 @@ class MpiCommunicator(Communicator):
     def _compare_labels(self, label: str) -> None:
         if self.topology.num_nodes > 1:
             call = self._call(label)
-            self._start(exchange.barrier(call), label, number=call.envelope.sequence)
+            self._start(exchange.barrier(call), label, number=call.sequence)
             return
         if self._barrier_memory is None:
             self._barrier_memory = self._memory_of(self.alloc(self.size, torch.uint8, gathered=True), gathered=True)
@@ -326,7 +325,7 @@ class MpiCommunicator(Communicator):
         if self.compare_calls and self.size > 1 and collective is not staged.all_reduce:  # which compares by itself
             texts = [f"{text} (call {self._calls})" for text in (label, call.label)]
             steps = _after_comparison(self._uncounted_call(*texts), steps)
-        return self._start(steps, label, async_op, call.envelope.sequence)
+        return self._start(steps, label, async_op, call.sequence)
 
     def _call(self, label: str) -> MpiCall:
         self._count(label)

@@ -1,23 +1,92 @@
-"""The messages of one collective, and the mismatches on other ranks that end it."""
+"""The messages of one call: bytes of tensors between two ranks, matched on arrival, and mismatches that end the call.
+
+A message that is longer than the buffer of its receive may overwrite the memory behind the buffer before MPI reports
+the truncation: Open MPI copies all of it, straight from the memory of the sender. So no receive is posted ahead. A
+probe matches each message and gives its length, and this rank receives the message into a buffer of this length. That
+is the caller's tensor only where the tensor has this length.
+
+A header precedes the bytes of a tensor: the call of the sender, and the number of bytes. Few bytes follow in the same
+message, more in messages of their own.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
+import struct
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 from mpi4py import MPI
 
-from hpcfsdp.comm.mpi.matching import Envelope, MessageMatcher, Mismatch, Mismatches, Receive, abandoned
+from hpcfsdp.comm.mpi.node_memory import decode_label, fit_label
 from hpcfsdp.comm.progress import Condition
-from hpcfsdp.errors import CommunicationError
+from hpcfsdp.errors import CommunicationError, DifferentCallsError
 
+_NUMBERS = struct.Struct("<qqQ")  # the number of the call, the bytes of the tensor, a hash of what must be equal
+_LABEL_BYTES = 192
+_HEADER_BYTES = _NUMBERS.size + _LABEL_BYTES
+_INLINE_BYTES = 1 << 13
+"""Up to here the bytes follow in the message of their header: copying them costs less than another message."""
+_PART_BYTES = 1 << 26
+"""Longer messages are sent in parts: a message of MPI has fewer than 2**31 elements, and this rank receives a part that
+fits nowhere into scratch memory of its size."""
+_KEPT = 16
+"""Mismatches that are stored: this rank may come to the call later than the rank that found it."""
 _POLLED_RECEIVES = 8
 """Incomplete receives that a rank polls at a time."""
-_POLLED_FAILURES = 64
-"""Polls in vain after which a rank asks whether the call has failed on another rank."""
+_POLLED_MISMATCHES = 64
+"""Polls in vain after which a rank asks whether another one has found a mismatch in its call."""
+
+abandoned: list[Any] = []
+"""Requests that a failed collective left pending, with their tensors: MPI may use these until the program ends."""
+
+
+def _address_and_size(tensor: torch.Tensor) -> tuple[int, int]:
+    # Not tensor.numpy(): that marks the storage as shared, and a shared storage cannot be freed by resizing it.
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[list[Any]]:
+    """The tensor's bytes, as mpi4py takes buffers."""
+    address, nbytes = _address_and_size(tensor)
+    for begin in range(0, nbytes, _PART_BYTES):
+        count = min(_PART_BYTES, nbytes - begin)
+        yield [MPI.buffer.fromaddress(address + begin, count), count, MPI.BYTE]
+
+
+@functools.lru_cache(1024)
+def _encode(label: str) -> bytes:
+    return fit_label(label, _LABEL_BYTES)
+
+
+@functools.lru_cache(1024)
+def _hash(compared: str) -> int:
+    return xxhash.xxh3_64_intdigest(compared.encode())
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A message that does not fit the call of the rank that received it.
+
+    Attributes:
+        sequence: the number of the collective, the same on all ranks; 0 for none.
+        rank, peer: the rank that received the message, and the one that sent it.
+        mine, theirs: the calls of the two.
+        text: what is wrong, if their calls are the same.
+    """
+
+    sequence: int
+    rank: int
+    peer: int
+    mine: str
+    theirs: str
+    text: str = ""
 
 
 class MpiCall:
@@ -27,10 +96,12 @@ class MpiCall:
         rank, size: of this rank among `ranks`, and their number.
         ranks: those that take part, as the communicator numbers them.
         label: describes the call in errors.
-        envelope: of its messages.
+        tag: of its messages.
+        sequence: the number of the collective, the same on all ranks; 0 for calls that are not counted.
     """
 
-    __slots__ = ("envelope", "label", "matcher", "mismatches", "rank", "ranks", "size")
+    __slots__ = ("_encoded", "_expected", "_hash", "_mismatches", "label", "matcher", "rank", "ranks", "sequence")
+    __slots__ += ("size", "tag")
 
     def __init__(
         self,
@@ -46,7 +117,6 @@ class MpiCall:
         """
         Args:
             label: the same on all ranks.
-            sequence: the number of the collective, the same on all ranks; 0 for calls that are not counted.
             expected: for a message between two ranks, what they must have in common; otherwise the label is compared.
             within: the label with the public call that this rank is in. That of other ranks may differ: a rank that has
                 no more data takes part in the collectives of a backward without having one.
@@ -55,16 +125,46 @@ class MpiCall:
         self.size = matcher.size
         self.ranks: Sequence[int] = range(matcher.size)
         self.matcher = matcher
-        self.mismatches = mismatches
         self.label = within or label
-        self.envelope = Envelope(self.rank, tag, sequence, expected or self.label, expected or label, expected)
+        self.tag = tag
+        self.sequence = sequence
+        self._mismatches = mismatches
+        self._encoded = _encode(expected or self.label)
+        self._hash = _hash(expected or label)
+        self._expected = expected
 
     def among(self, ranks: Sequence[int]) -> MpiCall:
-        """The part of this call that only `ranks` take part in, this rank among them."""
+        """Return the part of this call that only `ranks` take part in, this rank among them."""
         part = copy.copy(self)
         part.rank, part.size = ranks.index(self.rank), len(ranks)
         part.ranks = [self.ranks[rank] for rank in ranks]
         return part
+
+    def header(self, nbytes: int) -> bytes:
+        """Return the header of a tensor of `nbytes` bytes."""
+        return _NUMBERS.pack(self.sequence, nbytes, self._hash) + self._encoded
+
+    def find_mismatch(self, header: bytes, nbytes: int, peer: int) -> Mismatch | None:
+        """Compare a header from `peer` with the one of this call for a tensor of `nbytes` bytes."""
+        sequence, sent_nbytes, sent_hash = _NUMBERS.unpack_from(header)
+        if (sequence, sent_nbytes, sent_hash) == (self.sequence, nbytes, self._hash):
+            return None
+        theirs, text = decode_label(header[_NUMBERS.size :]), ""
+        if sent_hash == self._hash:
+            text = f"rank {peer} sent {sent_nbytes} bytes where {nbytes} bytes were expected"
+            text += "; sizes or dtypes differ between these ranks"
+        elif self._expected is not None:
+            text = f"rank {peer} sent {theirs} where {self._expected} was expected"
+        return Mismatch(self.sequence, self.matcher.rank, peer, decode_label(self._encoded), theirs, text)
+
+    def foreign_message(self, nbytes: int, peer: int | None) -> Mismatch:
+        """Return the mismatch of a message of `nbytes` bytes that is no part of any call."""
+        mine, text = decode_label(self._encoded), f"rank {peer} sent {nbytes} bytes that belong to no expected message"
+        return Mismatch(self.sequence, self.matcher.rank, peer or 0, mine, mine, text)
+
+    def announce(self, mismatch: Mismatch) -> None:
+        """Not collective. Tell all ranks of a mismatch in this collective."""
+        self._mismatches.announce(mismatch)
 
     def check_mismatches(self, polls: int) -> None:
         """Not collective. Raise the mismatch that another rank has found in this collective.
@@ -72,17 +172,255 @@ class MpiCall:
         Args:
             polls: how often this rank has polled what it waits for.
         """
-        sequence = self.envelope.sequence
-        if not sequence:
-            return
-        if polls % _POLLED_FAILURES == 0:
-            self.mismatches.receive()
-        mismatch = self.mismatches.known.get(sequence)
-        if mismatch is not None:
-            raise self.error(mismatch)
+        if self.sequence:
+            if polls % _POLLED_MISMATCHES == 0:
+                self._mismatches.receive()
+            mismatch = self._mismatches.known.get(self.sequence)
+            if mismatch is not None:
+                raise self.error(mismatch)
 
     def error(self, mismatch: Mismatch) -> CommunicationError:
-        return mismatch.error(self.label, self.rank, self.envelope.sent_label)
+        """Return the error that this rank raises about a mismatch."""
+        rank, mine = self.matcher.rank, decode_label(self._encoded)
+        if mismatch.text:
+            where = "" if rank == mismatch.rank else f"failed on rank {mismatch.rank}: "
+            return CommunicationError(f"{self.label} on rank {rank}: {where}{mismatch.text}")
+        other, theirs = (mismatch.peer, mismatch.theirs) if mine == mismatch.mine else (mismatch.rank, mismatch.mine)
+        return DifferentCallsError(f"rank {rank} calls {mine}, but rank {other} calls {theirs}")
+
+
+class Receive:
+    """The receive of one tensor: a header, and parts where the bytes are not in the header's message.
+
+    Attributes:
+        source: the rank that sends. None where any may, until one has.
+        mismatch: what is wrong with the messages.
+        is_matched: whether all messages of the tensor have been matched.
+    """
+
+    __slots__ = ("_first", "_parts", "_requests", "_skipped", "_tensor", "_unmatched", "call", "mismatch")
+    __slots__ += ("is_matched", "source")
+
+    def __init__(self, call: MpiCall, tensor: torch.Tensor, source: int | None) -> None:
+        self.call = call
+        self.source = source
+        self.mismatch: Mismatch | None = None
+        self.is_matched = False
+        self._tensor = tensor
+        self._first: bytearray | None = None  # the message that begins with the header
+        self._parts: Iterator[list[Any]] | None = None  # their buffers; None until the header has been read
+        self._unmatched = 0  # parts
+        self._skipped = 0  # parts of a call that is over
+        self._requests: list[tuple[MPI.Request, list[Any]]] = []
+
+    def is_complete(self) -> bool:
+        """Whether all bytes have been received."""
+        return self.is_matched and self._test()
+
+    def is_ready(self) -> bool:
+        """Whether it can match the next message: the header says which one that is."""
+        return self._test() or (self._parts is not None and self.mismatch is None)
+
+    def match(self, message: MPI.Message, source: int, nbytes: int) -> None:
+        """Receive the next message of the source, of `nbytes` bytes."""
+        self.source = source
+        buffer = None
+        if self._skipped:
+            self._skipped -= 1
+        elif self._parts is None:
+            self._first = bytearray(nbytes)
+            buffer = [self._first, nbytes, MPI.BYTE]
+        else:
+            self._unmatched -= 1
+            self.is_matched = not self._unmatched
+            buffer = next(self._parts, None) if self.mismatch is None else None
+            if buffer is not None and buffer[1] != nbytes:
+                self.mismatch, buffer = self.call.foreign_message(nbytes, source), None
+        buffer = buffer or [bytearray(nbytes), nbytes, MPI.BYTE]
+        self._requests.append((message.Irecv(buffer), buffer))
+
+    def abandon(self) -> None:
+        """Write to the tensor no more, except in receives that MPI has begun. Drop later messages."""
+        if self.mismatch is None:
+            self.mismatch = self.call.foreign_message(0, self.source)
+        if self._requests:
+            abandoned.append((self._requests, self.source, self._tensor))
+
+    def _test(self) -> bool:
+        """Whether all matched messages have been received."""
+        while self._requests:
+            if not self._requests[-1][0].Test():
+                return False
+            self._requests.pop()
+        if self._first is not None:
+            self._read_header(self._first)
+            self._first = None
+        return True
+
+    def _read_header(self, first: bytearray) -> None:
+        address, expected = _address_and_size(self._tensor)
+        sequence, nbytes, _ = _NUMBERS.unpack_from(first) if len(first) >= _HEADER_BYTES else (0, -1, 0)
+        inline = nbytes if nbytes <= _INLINE_BYTES else 0
+        if nbytes < 0 or len(first) - _HEADER_BYTES != inline:
+            self.mismatch = self.call.foreign_message(len(first), self.source)
+            self._parts, self.is_matched = iter(()), True
+            return
+        following = 0 if inline else -(-nbytes // _PART_BYTES)
+        if sequence < self.call.sequence:  # a message of a call that failed here, with a tag that is used again
+            self._skipped = following
+            return
+        if self.mismatch is None:
+            self.mismatch = self.call.find_mismatch(bytes(first[:_HEADER_BYTES]), expected, self.source)
+        if inline and self.mismatch is None:
+            MPI.buffer.fromaddress(address, nbytes)[:] = memoryview(first)[_HEADER_BYTES:]
+        self._parts = _parts(self._tensor)
+        self._unmatched = following
+        self.is_matched = not following
+
+
+class _TagQueue:
+    """The receives of one tag."""
+
+    def __init__(self) -> None:
+        self.posted: list[Receive] = []
+        """Receives without a message, in the order in which they were posted."""
+        self.begun: dict[int, Receive] = {}
+        """By source: the receive of the next message from there."""
+
+
+class MessageMatcher:
+    """Matches the messages of one communicator as MPI does: the first of each source and tag to the first receive.
+
+    Attributes:
+        is_clean: whether no posted receive has been cancelled. Later messages for it would reach another communicator,
+            if MPI reused the context of this one.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.is_clean = True
+        self._comm = comm
+        self._status = MPI.Status()
+        self._queues: dict[int, _TagQueue] = {}  # by tag
+        self._cancelled: deque[Receive] = deque()
+        self._lock = threading.Lock()
+
+    def send(self, call: MpiCall, tensor: torch.Tensor, to: int) -> list[tuple[MPI.Request, Any]]:
+        """Send a tensor to a rank. Returns the requests with the memory that each reads."""
+        address, nbytes = _address_and_size(tensor)
+        first = bytearray(call.header(nbytes))
+        if 0 < nbytes <= _INLINE_BYTES:
+            first += MPI.buffer.fromaddress(address, nbytes)
+        with self._lock:  # messages of two threads must not mix
+            requests: list[tuple[MPI.Request, Any]] = [(self._comm.Isend([first, MPI.BYTE], to, call.tag), first)]
+            if nbytes > _INLINE_BYTES:
+                requests += [(self._comm.Isend(part, to, call.tag), tensor) for part in _parts(tensor)]
+        return requests
+
+    def post(self, receive: Receive) -> None:
+        """Match later messages with this receive."""
+        with self._lock:
+            if self._cancelled:
+                self._drop_cancelled()
+            queue = self._queues.get(receive.call.tag)
+            if queue is None:
+                queue = self._queues[receive.call.tag] = _TagQueue()
+            queue.posted.append(receive)
+
+    def test(self, receive: Receive) -> bool:
+        """Whether a posted receive is complete. Matches the messages that have arrived from its source."""
+        with self._lock:
+            if self._cancelled:
+                self._drop_cancelled()
+            if not receive.is_matched:
+                self._match(receive, self._queues[receive.call.tag])
+            return receive.is_complete()
+
+    def cancel(self, receive: Receive) -> None:
+        """Match no message with a posted receive, unless its first one has arrived."""
+        # Not under the lock: the garbage collector may come here while this thread has it.
+        self.is_clean = False
+        receive.abandon()
+        self._cancelled.append(receive)
+
+    def _match(self, receive: Receive, queue: _TagQueue) -> None:
+        tag = receive.call.tag
+        while not receive.is_matched:
+            source = receive.source
+            if queue.begun:
+                before = list(queue.begun.values()) if source is None else [queue.begun.get(source)]
+                if not all(begun is None or self._can_match(begun, queue) for begun in before):
+                    return
+                if receive.is_matched:
+                    return
+            wanted = MPI.ANY_SOURCE if source is None else source
+            message = self._comm.Improbe(source=wanted, tag=tag, status=self._status)
+            if message is None:
+                return
+            source = self._status.Get_source()
+            target = queue.begun.get(source)
+            if target is None:
+                target = queue.begun[source] = next(each for each in queue.posted if each.source in (None, source))
+                queue.posted.remove(target)
+            target.match(message, source, self._status.Get_count(MPI.BYTE))
+            self._can_match(target, queue)
+
+    def _can_match(self, begun: Receive, queue: _TagQueue) -> bool:
+        """Whether the next message of the source of `begun` can be matched."""
+        is_ready = begun.is_ready()
+        if begun.is_matched:
+            del queue.begun[begun.source]
+            self._close(begun.call.tag, queue)
+        return is_ready or begun.is_matched
+
+    def _drop_cancelled(self) -> None:
+        while self._cancelled:
+            receive = self._cancelled.popleft()
+            queue = self._queues.get(receive.call.tag)
+            if queue is not None and receive in queue.posted:
+                queue.posted.remove(receive)
+                self._close(receive.call.tag, queue)
+
+    def _close(self, tag: int, queue: _TagQueue) -> None:
+        if not queue.posted and not queue.begun:
+            self._queues.pop(tag, None)
+
+
+class Mismatches:
+    """The mismatches in the collectives of one communicator. A rank sends those that it finds to all others.
+
+    Attributes:
+        known: mismatches that other ranks have found, by the number of the collective.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, tag: int) -> None:
+        """
+        Args:
+            tag: of the messages about mismatches alone.
+        """
+        self.known: dict[int, Mismatch] = {}
+        self._comm = comm
+        self._tag = tag
+        self._requests: list[MPI.Request] = []
+        self._lock = threading.Lock()  # collectives of one communicator may advance on two threads
+
+    def announce(self, mismatch: Mismatch) -> None:
+        """Send a mismatch to all other ranks."""
+        with self._lock:
+            self._requests = [request for request in self._requests if not request.Test()]
+            for step in range(1, self._comm.size):
+                peer = (self._comm.rank + step) % self._comm.size
+                self._requests.append(self._comm.isend(mismatch, dest=peer, tag=self._tag))
+
+    def receive(self) -> None:
+        """Receive the mismatches that other ranks have announced."""
+        with self._lock:
+            while (message := self._comm.improbe(tag=self._tag)) is not None:
+                mismatch = message.recv()
+                self.known[mismatch.sequence] = mismatch
+            for sequence in sorted(self.known)[:-_KEPT]:
+                del self.known[sequence]
 
 
 class Requests:
@@ -102,11 +440,11 @@ class Requests:
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a tensor. It must not change until all requests are complete."""
         to = self._call.ranks[to]
-        self._sends += [(request, to, read) for request, read in self._matcher.send(self._call.envelope, tensor, to)]
+        self._sends += [(request, to, read) for request, read in self._matcher.send(self._call, tensor, to)]
 
     def recv(self, tensor: torch.Tensor, source: int | None) -> None:
         """Receive a tensor from a rank, from any if `source` is None."""
-        receive = Receive(self._call.envelope, tensor, None if source is None else self._call.ranks[source])
+        receive = Receive(self._call, tensor, None if source is None else self._call.ranks[source])
         self._receives.append(receive)
         self._matcher.post(receive)
 
@@ -170,7 +508,7 @@ class Requests:
         self._mismatch = self._mismatch or mismatch
         if mismatch.sequence:
             self.cancel()
-            self._call.mismatches.announce(mismatch)
+            self._call.announce(mismatch)
 
 
 class UnlessFailed:

@@ -1,6 +1,6 @@
 """Collectives on the memory that a node shares: ranks read their neighbours' memory, and send messages to other nodes.
 
-Each function is a generator of the conditions that it waits for. docs/developers/node-memory.md gives the reason of each.
+Each function is a generator of the conditions that it waits for. docs/developers/node-memory.md gives their reasons.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def pays(tensor: torch.Tensor) -> bool:
 
 def all_reduce(call: MpiCall, staging: StagingMemory, tensor: torch.Tensor, reduction: Reduction) -> Steps:
     """`tensor` becomes its reduction over all ranks, which share a node."""
-    sequence = call.envelope.sequence
+    sequence = call.sequence
     staging.calls.append(sequence)
     try:
         yield _Turn(staging, sequence)
@@ -98,7 +98,7 @@ def _part_bytes(size: int) -> int:
 
 
 def _reduce_parts(call: MpiCall, memory: NodeMemory, tensor: torch.Tensor, reduction: Reduction) -> Steps:
-    memory.epoch = call.envelope.sequence * _EPOCHS
+    memory.epoch = call.sequence * _EPOCHS
     parts = tensor.split(max(1, _part_bytes(call.size) // tensor.element_size()))
     regions = [region.view(tensor.dtype).chunk(_PARTS) for region in memory.regions]
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hpcfsdp.comm import Communicator, raise_together
-from hpcfsdp.comm.grid import Grid
+from hpcfsdp.comm.communicator import Grid
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.output.profile import Phase, profile
 from hpcfsdp.state.optim.keys import check_missing_keys_on_rank, sorted_items

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp.comm import Communicator, assert_same, raise_together
-from hpcfsdp.comm.grid import Grid
+from hpcfsdp.comm.communicator import Grid
 from hpcfsdp.output.profile import Phase, SimpleProfiler, profile
 from hpcfsdp.reshard.sharded_tensors import fill_block, full_tensor, is_distributed
 from hpcfsdp.state.model import ranks_of_model

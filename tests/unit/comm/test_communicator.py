@@ -1,10 +1,11 @@
 import pytest
 import torch
 
-from hpcfsdp.comm.communicator import check_list, check_peer, check_sizes, check_tensors, segment
+from hpcfsdp.comm.communicator import Grid, check_list, check_peer, check_sizes, check_tensors, segment
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.reduce import accumulate_dtype, refuse_op
 from hpcfsdp.errors import CommunicationError
+from tests.unit.conftest import NUM_REPLICAS, NUM_SHARDS
 
 comm = FakeCommunicator(1, 3)
 
@@ -124,3 +125,31 @@ def test_a_list_without_a_tensor_for_each_rank_is_refused(tensors, given):
     with pytest.raises(CommunicationError) as caught:
         check_list("gathering", comm, "outputs", tensors)
     assert str(caught.value) == (f"gathering on rank 1 of 3: outputs must hold one tensor for each rank, got {given}")
+
+
+def test_ranks_of_a_grid_are_numbered_replica_after_replica(run_grid):
+    def body(shard, replicate):
+        grid = Grid(shard, replicate)
+        return grid.rank, grid.size, grid.device, grid.all_gather_object((replicate.rank, shard.rank))
+
+    everyone = [(replica, part) for replica in range(NUM_REPLICAS) for part in range(NUM_SHARDS)]
+    expected = [(rank, 6, torch.device("cpu"), everyone) for rank in range(6)]
+    assert run_grid(body) == expected
+
+
+@pytest.mark.parametrize("src", range(NUM_SHARDS * NUM_REPLICAS))
+def test_all_ranks_of_a_grid_get_what_one_has(run_grid, src):
+    def body(shard, replicate):
+        grid = Grid(shard, replicate)
+        tensor = torch.full((2,), float(grid.rank))
+        grid.broadcast(tensor, src)
+        return grid.broadcast_object({"rank": grid.rank}, src), tensor.tolist()
+
+    assert run_grid(body) == [({"rank": src}, [src, src])] * 6
+
+
+def test_by_default_the_first_rank_speaks(run_grid):
+    assert (
+        run_grid(lambda shard, replicate: Grid(shard, replicate).broadcast_object((shard.rank, replicate.rank)))
+        == [(0, 0)] * 6
+    )

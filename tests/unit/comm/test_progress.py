@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 
 from hpcfsdp.comm import progress
@@ -245,3 +247,34 @@ def test_waiting_for_outputs_raises_the_error_of_the_work():
         work.wait_for_outputs()
     with pytest.raises(CommunicationError, match="broken"):
         work.wait_for_outputs()
+
+
+def test_a_wait_is_firm_again_once_a_helper_that_began_collectives_has_ended(monkeypatch):
+    found = set()
+
+    class Looks:
+        due_s = 0.0
+
+        def __init__(self, label, owner, number):
+            pass
+
+        def look(self, waited_s, rank, missing, *, firm):
+            found.add(firm)
+
+        def end(self, failed):
+            pass
+
+    monkeypatch.setattr(waits, "LOOK_AFTER_S", 0.0)
+    monkeypatch.setattr(progress, "LongWait", Looks)
+    monkeypatch.setattr(progress, "_threads", set())
+    has_begun, ends = threading.Event(), threading.Event()
+    helper = threading.Thread(target=lambda: (begin(through(Door(0))), has_begun.set(), ends.wait()), daemon=True)
+    helper.start()
+    has_begun.wait()
+    begin(through(Door(100))).wait()
+    assert found == {False}
+    ends.set()
+    helper.join()
+    found.clear()
+    begin(through(Door(100))).wait()
+    assert found == {True}

@@ -1,7 +1,11 @@
 import contextlib
 import io
 import os
+import subprocess
 import sys
+import time
+from array import array
+from collections import defaultdict, deque
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hpcfsdp import env
 from hpcfsdp.errors import CheckpointCorruptError
 from hpcfsdp.hang import departure, tracebacks
+from hpcfsdp.hang.departure import Departures
 
 
 @pytest.fixture
@@ -66,7 +71,7 @@ def test_the_job_ends_though_the_hook_itself_fails(hook, capsys, monkeypatch, ra
     def broken(*_):
         raise raised
 
-    monkeypatch.setattr(tracebacks, "failure_of", broken)
+    monkeypatch.setattr(tracebacks, "error_of", broken)
     departure.catch_errors(SimpleNamespace(rank=2, size=3))
     sys.excepthook(CheckpointCorruptError, CheckpointCorruptError("x"), None)
     text = capsys.readouterr().err
@@ -202,3 +207,76 @@ def test_an_error_that_a_hook_set_later_has_printed_is_known(hook, monkeypatch):
     assert departure.uncaught() is error
     departure.catch_errors(SimpleNamespace(rank=2, size=3))
     assert departure.uncaught() is None
+
+
+class Rank:
+    """The mpi4py communicator of one of many imagined ranks. `mail` holds the messages to each."""
+
+    def __init__(self, mail, rank, size):
+        self.mail, self.rank, self.size, self.num_sent = mail, rank, size, 0
+
+    def Isend(self, buffer, peer, _tag):
+        self.num_sent += 1
+        self.mail[peer].append(array("i", buffer))
+
+    def Improbe(self, tag):
+        return SimpleNamespace(Recv=self.receive) if self.mail[self.rank] else None
+
+    def receive(self, buffer):
+        buffer[:] = self.mail[self.rank].popleft()
+
+
+def test_a_rank_that_leaves_early_is_known_to_all_of_any_number_of_ranks():
+    for size, gone, rounds in [(2, 1, 1), (128, 5, 1), (129, 0, 1), (130, 129, 2), (700, 300, 2), (20_000, 9, 3)]:
+        mail = defaultdict(deque)
+        everyone = [Departures(Rank(mail, rank, size)) for rank in range(size)]
+        everyone[gone].tell(gone)
+        for _ in range(rounds):
+            for rank in [rank for rank in range(size) if mail[rank]]:
+                assert everyone[rank].receive() == {gone}, f"{size} ranks: rank {rank}"
+        assert all(each.gone == {gone} for rank, each in enumerate(everyone) if rank != gone), f"{size} ranks"
+        assert not any(mail.values()) and sum(each.comm.num_sent for each in everyone) == size - 1, f"{size} ranks"
+        assert max(each.comm.num_sent for each in everyone) <= departure.TOLD_BY_ONE, f"{size} ranks"
+
+
+# The child writes its number, then waits for the signal. It has to be no child of pytest, but of a process that dies.
+CHILD = """
+import os, signal, sys, time
+from hpcfsdp.hang import departure
+
+departure.LOOK_EVERY_S = 0.05
+got = []
+signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+departure.watch_launcher()
+departure.watch_launcher()
+assert not departure.is_orphan()
+print(os.getpid(), flush=True)
+until = time.monotonic() + 60
+while not got and time.monotonic() < until:
+    time.sleep(0.01)
+time.sleep(0.3)  # no second signal comes
+print("stopped", got, departure.is_orphan(), flush=True)
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+@pytest.mark.timeout(120)
+def test_a_process_whose_parent_is_killed_gets_sigterm_once():
+    command = [sys.executable, "-c", PARENT, CHILD]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+        child = int(parent.stdout.readline())
+        assert os.getpgid(child) == os.getpgid(0)
+        time.sleep(0.2)
+        assert parent.poll() is None
+        parent.kill()
+        assert parent.stdout.readline() == "stopped [15] True\n"
+
+
+def test_a_forked_child_is_no_orphan_of_the_launcher():
+    code = (
+        "import os; from hpcfsdp.hang import departure; departure.watch_launcher(); "
+        "pid = os.fork(); ok = not departure.is_orphan(); "
+        "os._exit(not ok) if pid == 0 else None; "
+        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -5,18 +5,20 @@ import sys
 import pytest
 
 from hpcfsdp.hang import tracebacks
-from hpcfsdp.hang.tracebacks import Failure, failure_of, merged
+from hpcfsdp.hang.tracebacks import UncaughtError, error_of, merged
 
 
 def failed(rank, error="ValueError: x", stack="a.py:1", host="node1", raised_s=0.0):
-    return Failure(rank, host, raised_s, stack, f"Traceback (most recent call last):\n  {stack}\n{error}\n", error)
+    return UncaughtError(
+        rank, host, raised_s, stack, f"Traceback (most recent call last):\n  {stack}\n{error}\n", error
+    )
 
 
 def raised(rank, text):
     try:
         raise ValueError(text)
     except ValueError:
-        return failure_of(rank, *sys.exc_info())
+        return error_of(rank, *sys.exc_info())
 
 
 def test_failures_of_one_place_have_one_stack_whatever_they_say():
@@ -34,7 +36,7 @@ def test_the_cause_of_an_error_belongs_to_its_stack():
             except Exception as error:
                 raise ValueError("x") from error
         except ValueError:
-            return failure_of(0, *sys.exc_info())
+            return error_of(0, *sys.exc_info())
 
     one, other = (chained(first) for first in (OSError(), KeyError()))
     assert one.stack != other.stack

@@ -8,7 +8,18 @@ import pytest
 
 from hpcfsdp.errors import DifferentCallsError, LaunchError
 from hpcfsdp.hang import calls, waits
-from hpcfsdp.hang.waits import NOTHING_YET, UNKNOWN, Waiting, Watch, crossed, describe, key_of, pack, same_call, unpack
+from hpcfsdp.hang.waits import (
+    NOTHING_YET,
+    UNKNOWN,
+    LongWait,
+    Waiting,
+    crossed,
+    describe,
+    key_of,
+    pack,
+    same_call,
+    unpack,
+)
 
 
 class Member:
@@ -95,17 +106,17 @@ def test_the_message_names_the_calls_or_within_one_call_the_collectives():
 
 def test_a_wait_answers_those_that_are_missing_and_ends_when_all_know(board):
     own, other = Member((0, 1), "gather"), Member((0, 1))
-    watch = Watch("gather", own, 1, firm=True)
-    assert watch.look(1.0, 0, [1]) is None
+    watch = LongWait("gather", own, 1)
+    assert watch.look(1.0, 0, [1], firm=True) is None
     ((rank, mine, peers),) = board.asked
     assert (rank, peers, mine.answers, mine.missing) == (0, (1,), {}, (1,))
     theirs = Waiting(1, 5, "forward", "meet", (other.key, 1), (0,), True)
     board.read = {1: theirs}
-    assert watch.look(1.3, 0, [1]) is None
+    assert watch.look(1.3, 0, [1], firm=True) is None
     answered = board.asked[-1][1]
     assert answered.answers == {1: (5, NOTHING_YET)}
     board.read = {1: replace(theirs, answers={0: (answered.serial, NOTHING_YET)})}
-    assert "rank 1 is in forward" in watch.look(1.6, 0, [1])
+    assert "rank 1 is in forward" in watch.look(1.6, 0, [1], firm=True)
     watch.end(failed=True)
     assert board.asked[-1][1].over and board.asked[-1][1].crossed
     watch.end(failed=False)
@@ -116,19 +127,22 @@ def test_a_rank_that_comes_after_others_have_raised_raises_once(board):
     own, other = Member((0, 1, 2), "meet"), Member((0, 1, 2))
     gone = Waiting(0, 5, "save", "gather", (other.key, 1), (1, 2), True, {1: (3, NOTHING_YET)}, over=True)
     board.read = {0: gone}
-    watch = Watch("meet", own, 1, firm=True)
-    assert [watch.look(each, 2, [0, 1]) for each in (1.0, 1.3)] == [None, None]  # another error: it may come back
+    watch = LongWait("meet", own, 1)
+    assert [watch.look(each, 2, [0, 1], firm=True) for each in (1.0, 1.3)] == [
+        None,
+        None,
+    ]  # another error: it may come back
     board.read = {0: replace(gone, crossed=True)}
-    assert "rank 0 is in save" in (watch.look(1.6, 2, [0, 1]) or watch.look(1.9, 2, [0, 1]))
-    later = Watch("meet", own, 1, firm=True)
-    assert [later.look(each, 2, [0, 1]) for each in (1.0, 1.3)] == [None, None]
+    assert "rank 0 is in save" in (watch.look(1.6, 2, [0, 1], firm=True) or watch.look(1.9, 2, [0, 1], firm=True))
+    later = LongWait("meet", own, 1)
+    assert [later.look(each, 2, [0, 1], firm=True) for each in (1.0, 1.3)] == [None, None]
 
 
 def test_a_rank_that_has_left_may_have_met_this_one(board):
     own, other = Member((0, 1), "meet"), Member((0, 1), "gather")
     board.read = {0: Waiting(0, 5, "save", "gather", (other.key, 1), (1,), True, over=True, crossed=True)}
-    watch = Watch("meet", own, 1, firm=True)
-    assert [watch.look(each, 1, [0]) for each in (1.0, 1.3)] == [None, None]
+    watch = LongWait("meet", own, 1)
+    assert [watch.look(each, 1, [0], firm=True) for each in (1.0, 1.3)] == [None, None]
 
 
 def test_of_a_communicator_that_is_gone_nothing_is_known(board):
@@ -137,7 +151,7 @@ def test_of_a_communicator_that_is_gone_nothing_is_known(board):
     del other
     gc.collect()
     board.read = {1: Waiting(1, 5, "", "meet", (key, 1), (0,), True)}
-    Watch("gather", own, 1, firm=True).look(1.0, 0, [1])
+    LongWait("gather", own, 1).look(1.0, 0, [1], firm=True)
     assert board.asked[-1][1].answers == {1: (5, UNKNOWN)}
 
 
@@ -149,13 +163,13 @@ def test_communicators_of_the_same_ranks_have_different_keys_that_all_ranks_know
 
 def test_a_long_wait_is_logged_more_and_more_rarely(board, monkeypatch, caplog):
     monkeypatch.setenv("HPCFSDP_WAIT_LOG_S", "2")
-    watch = Watch("barrier", Member((4, 6), "barrier"), 1, firm=True)
+    watch = LongWait("barrier", Member((4, 6), "barrier"), 1)
     board.read = {6: Waiting(6, 1, "forward", "meet", None, (4,), True)}
     logged = []
     with caplog.at_level(logging.WARNING, "hpcfsdp.comm"):
         for tenth in range(10, 2000):
             caplog.clear()
-            watch.look(tenth / 10, 0, [1])
+            watch.look(tenth / 10, 0, [1], firm=True)
             logged += [(tenth / 10, record.getMessage()) for record in caplog.records]
     assert [when for when, _ in logged] == [2, 6, 12, 24, 60, 120, 180]
     assert logged[1][1] == (
@@ -165,9 +179,9 @@ def test_a_long_wait_is_logged_more_and_more_rarely(board, monkeypatch, caplog):
 
 def test_no_line_is_logged_where_none_is_wanted(board, monkeypatch, caplog):
     monkeypatch.setenv("HPCFSDP_WAIT_LOG_S", "0")
-    watch = Watch("barrier", Member((0, 1), "barrier"), 1, firm=True)
+    watch = LongWait("barrier", Member((0, 1), "barrier"), 1)
     with caplog.at_level(logging.WARNING, "hpcfsdp.comm"):
-        watch.look(1e6, 0, [1])
+        watch.look(1e6, 0, [1], firm=True)
     assert not caplog.records
 
 
@@ -175,7 +189,7 @@ def test_in_a_large_job_the_lowest_rank_that_waits_logs(board, caplog):
     member = Member(tuple(range(40)), "barrier")
     with caplog.at_level(logging.WARNING, "hpcfsdp.comm"):
         for rank in (1, 2):
-            Watch("barrier", member, 1, firm=True).look(11, rank, [0, *range(3, 40)])
+            LongWait("barrier", member, 1).look(11, rank, [0, *range(3, 40)], firm=True)
     assert [record.getMessage()[:17] for record in caplog.records] == ["rank 1 has waited"]
     assert "and 22 more" in caplog.text
 
@@ -184,7 +198,7 @@ def test_in_a_large_job_the_lowest_rank_that_waits_logs(board, caplog):
 def test_a_time_that_is_none_is_an_error(monkeypatch, value):
     monkeypatch.setenv("HPCFSDP_WAIT_LOG_S", value)
     with pytest.raises(LaunchError, match=f"HPCFSDP_WAIT_LOG_S={value}: give a number of seconds"):
-        Watch("barrier", Member(), 1, firm=True)
+        LongWait("barrier", Member(), 1)
 
 
 def test_values_of_ranks_in_different_calls_are_refused():
@@ -309,5 +323,5 @@ def test_what_no_rank_has_written_is_no_record_and_is_not_executed(monkeypatch, 
 def test_a_number_of_another_kind_of_collective_is_unknown(board):
     own, other = Member((0, 1), "gather"), Member((0, 1))
     board.read = {1: Waiting(1, 5, "", "meet", (other.key, (1, 2)), (0,), True)}
-    Watch("gather", own, 1, firm=True).look(1.0, 0, [1])
+    LongWait("gather", own, 1).look(1.0, 0, [1], firm=True)
     assert board.asked[-1][1].answers == {1: (5, UNKNOWN)}

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
+from hpcfsdp.comm.communicator import Grid
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.comm.grid import Grid
 from hpcfsdp.errors import CheckpointError, StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
 from hpcfsdp.params.layout import FlatLayout

@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy as Strategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hpcfsdp.comm.communicator import Grid
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.comm.grid import Grid
 from hpcfsdp.units.groups import resolve_mesh
 from hpcfsdp.units.unit_mesh import UnitMesh
 

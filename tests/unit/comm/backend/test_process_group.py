@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from hpcfsdp.comm.backend.member_rendezvous import MemberRendezvous
+from hpcfsdp.comm.backend.process_group import MemberRendezvous
 from hpcfsdp.errors import CommunicationError
 
 DIFFER = r"rank 0 makes a group of ranks \[0\], but rank 1 makes a group of ranks \[0, 1\]: all members must give"
