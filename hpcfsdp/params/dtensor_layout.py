@@ -12,7 +12,6 @@ each parameter is contiguous.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from typing import NamedTuple
 
 import torch
 
-from hpcfsdp.params.layout import ALIGNMENT_BYTES, TensorBlock, contiguous_strides, round_up
+from hpcfsdp.params.layout import Layout, TensorBlock, alignment, contiguous_strides, round_up
 
 
-class Span(NamedTuple):
+class StridedView(NamedTuple):
     """A view of some elements of the buffer of all shards."""
 
     shape: tuple[int, ...]
@@ -31,30 +30,30 @@ class Span(NamedTuple):
     offset: int
 
     def of(self, shards: torch.Tensor) -> torch.Tensor:
-        """The view of a buffer, 1-D."""
+        """Return the view of a buffer, 1-D."""
         return shards.as_strided(self.shape, self.stride, shards.storage_offset() + self.offset)
 
 
-class Piece(NamedTuple):
-    """Rows of one parameter, and their place in the buffer of all shards.
+class ShardedRows(NamedTuple):
+    """ShardedRows of one parameter, and their place in the buffer of all shards.
 
     Attributes:
         dim: along which the parameter is cut.
-        begin, rows: along it.
-        span: the same elements in the buffer. Its shape has one dimension more than the parameter if they are the
+        begin, count: along it.
+        in_shards: the same elements in the buffer. Its shape has one dimension more than the parameter if they are the
             chunks of several ranks.
     """
 
     dim: int
     begin: int
-    rows: int
-    span: Span
+    count: int
+    in_shards: StridedView
 
     def of_param(self, whole: torch.Tensor) -> torch.Tensor:
-        """The rows in a tensor of the parameter's shape, as a view."""
-        if self.rows != whole.shape[self.dim]:
-            whole = whole.narrow(self.dim, self.begin, self.rows)
-        return whole.view(self.span.shape)
+        """Return the rows in a tensor of the parameter's shape, as a view."""
+        if self.count != whole.shape[self.dim]:
+            whole = whole.narrow(self.dim, self.begin, self.count)
+        return whole.view(self.in_shards.shape)
 
 
 @dataclass(frozen=True)
@@ -105,16 +104,11 @@ class DTensorSlot:
 
 
 @dataclass(frozen=True)
-class DTensorLayout:
-    """Parameters of one dtype, cut into rows. Made by ``plan``."""
+class DTensorLayout(Layout):
+    """Parameters of one dtype, cut into rows. Made by ``plan``. `whole_numel`: elements of the buffer `whole`."""
 
     slots: tuple[DTensorSlot, ...]
-    dtype: torch.dtype
-    num_shards: int
-    shard_numel: int
     whole_numel: int
-    align: int
-    """Each parameter begins at a multiple of so many elements, in both buffers."""
 
     @classmethod
     def plan(
@@ -133,7 +127,7 @@ class DTensorLayout:
             num_shards: ranks to cut for, at least 1.
             itemsize: bytes of an element where it takes the fewest, for the alignment; by default those of `dtype`.
         """
-        align = max(1, ALIGNMENT_BYTES // (itemsize or dtype.itemsize))
+        align = alignment(itemsize or dtype.itemsize)
         slots: list[DTensorSlot] = []
         # No parameter has the address of the memory that all of them are in: transports know shared memory by that.
         offset, start = 0, align
@@ -144,39 +138,34 @@ class DTensorLayout:
             slots.append(slot)
             offset = round_up(offset + slot.chunk_numel, align)
             start = round_up(start + slot.numel, align)
-        return cls(tuple(slots), dtype, num_shards, offset, round_up(start, num_shards), align)
+        return cls(tuple(slots), dtype, num_shards, offset, align, round_up(start, num_shards))
 
-    @property
-    def padded_numel(self) -> int:
-        """Elements of the buffer of all shards."""
-        return self.shard_numel * self.num_shards
-
-    def pieces(self, index: int) -> tuple[Piece, ...]:
-        """One parameter in the buffer of all shards: the full chunks, and the one that is shorter, if any."""
+    def rows(self, index: int) -> tuple[ShardedRows, ...]:
+        """Return where one parameter is in the buffer of all shards: the full chunks, and the shorter one, if any."""
         slot, found = self.slots[index], []
         size = slot.shape[slot.dim]
         full = size // slot.rows if slot.rows else 0
         if full:
             strides = contiguous_strides(slot.chunk_shape(slot.rows))
-            split = (*slot.shape[: slot.dim], full, slot.rows, *slot.shape[slot.dim + 1 :])
+            shape = (*slot.shape[: slot.dim], full, slot.rows, *slot.shape[slot.dim + 1 :])
             stride = (*strides[: slot.dim], self.shard_numel, *strides[slot.dim :])
-            found.append(Piece(slot.dim, 0, full * slot.rows, Span(split, stride, slot.offset)))
+            found.append(ShardedRows(slot.dim, 0, full * slot.rows, StridedView(shape, stride, slot.offset)))
         if full * slot.rows < size:
             rest = size - full * slot.rows
             shape = slot.chunk_shape(rest)
-            span = Span(shape, contiguous_strides(shape), full * self.shard_numel + slot.offset)
-            found.append(Piece(slot.dim, full * slot.rows, rest, span))
+            view = StridedView(shape, contiguous_strides(shape), full * self.shard_numel + slot.offset)
+            found.append(ShardedRows(slot.dim, full * slot.rows, rest, view))
         return tuple(found)
 
-    def gaps(self) -> list[Span]:
-        """All elements of the buffer of all shards that are no part of a parameter."""
+    def gaps(self) -> list[StridedView]:
+        """Return all elements of the buffer of all shards that are no part of a parameter."""
         found = []
 
         def add(first: int, end: int, begin: int, behind: int) -> None:
             """Elements `begin` to `behind` of the shards `first` to `end`."""
             if first < end and begin < behind:
                 offset = first * self.shard_numel + begin
-                found.append(Span((end - first, behind - begin), (self.shard_numel, 1), offset))
+                found.append(StridedView((end - first, behind - begin), (self.shard_numel, 1), offset))
 
         ends = [slot.offset for slot in self.slots[1:]] + [self.shard_numel]
         for slot, end in zip(self.slots, ends, strict=True):
@@ -188,7 +177,3 @@ class DTensorLayout:
                     add(full, full + 1, slot.offset + slot.chunk_numel // slot.rows * rest, behind)
                 add(full + bool(rest), self.num_shards, slot.offset, behind)
         return found
-
-    def fingerprint(self) -> str:
-        """A short text, equal for equal layouts."""
-        return hashlib.blake2b(repr((self.slots, self.dtype, self.num_shards)).encode(), digest_size=8).hexdigest()

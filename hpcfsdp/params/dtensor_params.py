@@ -1,7 +1,7 @@
 """Parameters that know their whole shape: each rank's rows of a parameter are a ``DTensor``, which the optimizer steps.
 
-Between steps modules hold the ``DTensor`` parameters. While they compute they hold leaves, which view the gathered
-values. Where the ranks share memory each parameter is whole in it, each rank's rows are its ``DTensor``'s memory, and
+Between steps modules hold the ``DTensor`` parameters. While they compute they hold leaves, which view what was
+gathered. Where the ranks share memory each parameter is whole in it, each rank's rows are its ``DTensor``'s memory, and
 no byte moves, unless rows are cast or not contiguous. Elsewhere the shards are gathered into a buffer and copied out
 from there, parameter by parameter.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hpcfsdp import _compat, accelerator
+from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work, segment
 from hpcfsdp.errors import EngineError
@@ -49,12 +49,9 @@ class DTensorParam:
         return _compat.local_of(self.sharded)
 
     def adopt_assigned(self, fqn: str) -> nn.Parameter | None:
-        """Not collective, at rest. Take a parameter that the first of its modules holds instead of it.
+        """Take a parameter that the first of its modules holds instead of it, at rest.
 
-        ``load_state_dict(assign=True)`` assigns others.
-
-        Returns:
-            The parameter that it replaces; None if there is no other one.
+        ``load_state_dict(assign=True)`` assigns others. Returns the parameter that it replaces; None if there is none.
 
         Raises:
             EngineError: it is no ``DTensor`` of the same ranks, placements and shape.
@@ -114,28 +111,22 @@ class DTensorParams(ShardedParams):
         pin_memory: bool = True,
         gather: Gather | None = None,
     ) -> None:
-        """Collective over `comm` where ranks share memory. The rows move to memory of this object.
+        """Move the rows to memory of this object. Collective over `comm` where ranks share memory.
 
         Args:
-            reduce_comm: of the same ranks, where reductions are to wait for no gather.
-            replicas: ranks that hold the same shard as this one.
+            reduce_comm, replicas, dtypes: see ``ShardedParams``.
             device: of the computation; by default that of the rows.
             pin_memory: of offloaded rows, for faster copies to the device.
             gather: instead of the communicator's.
         """
         self._home = params[0].local.device
         super().__init__(
-            comm,
-            reduce_comm=reduce_comm,
-            replicas=replicas,
-            dtypes=dtypes or Dtypes.plan(layout.dtype),
-            device=device or self._home,
+            layout, comm, device=device or self._home, reduce_comm=reduce_comm, replicas=replicas, dtypes=dtypes
         )
-        self.layout = layout
         self.params = tuple(params)
         self._own_gather = gather
         self._has_copied = False
-        self._pieces = [layout.pieces(index) for index in range(len(layout.slots))]
+        self._rows = [layout.rows(index) for index in range(len(layout.slots))]
         self._gaps = layout.gaps()
         shapes = [slot.local_shape(comm.rank) for slot in layout.slots]
         self._places_in_shard = [
@@ -143,7 +134,7 @@ class DTensorParams(ShardedParams):
         ]
         self._own_gathered: torch.Tensor | None = None  # what the program has gathered, until `_copy_out`
         self._views: list[torch.Tensor] = []
-        self._rows_in_window: list[torch.Tensor] = []
+        self._rows_in_shared: list[torch.Tensor] = []
         self.shard: torch.Tensor | None = None
         self._buffer = self._make_buffer(pin_memory)
         self.leaves = tuple(param.leaf for param in self.params)
@@ -169,22 +160,21 @@ class DTensorParams(ShardedParams):
                 self._others.append((param, leaf))
 
     def _make_buffer(self, pin_memory: bool) -> Buffer:
-        """Make the buffer for gathered values and the shard, and move the rows there."""
+        """Make the buffer for the whole parameters and the shard, and move the rows there."""
         layout, comm, dtypes = self.layout, self.comm, self.dtypes
         is_cast, is_home = dtypes.compute != layout.dtype, self._home == self.device
         buffer: Buffer | None = None
         if comm.shares_gathered and is_home and self._own_gather is None:
             buffer = SharedBuffer(comm, layout.whole_numel, dtypes.compute, is_cast=is_cast)
             self._views = self._views_of(buffer.full)
-            self._rows_in_window = [
+            self._rows_in_shared = [
                 view.narrow(slot.dim, *slot.rows_of(comm.rank))
                 for view, slot in zip(self._views, layout.slots, strict=True)
             ]
-        if buffer is not None and not is_cast and all(rows.is_contiguous() for rows in self._rows_in_window):
-            self._take(self._rows_in_window)
+        if buffer is not None and not is_cast and all(rows.is_contiguous() for rows in self._rows_in_shared):
+            self._take(self._rows_in_shared)
             return buffer
-        pinned = pin_memory and not is_home and accelerator.is_accelerator(self.device)
-        self.shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=self._home, pin_memory=pinned)
+        self.shard = self._zeros_for_shard(self._home, pin_memory=pin_memory)
         self._take(self._rows_of(self.shard))
         if buffer is not None:
             return buffer
@@ -196,15 +186,15 @@ class DTensorParams(ShardedParams):
         self._gathered = torch.empty(layout.padded_numel, dtype=dtypes.compute, device=self.device)
         self._segment = segment(self._gathered, comm)
         # Views are made once: their memory is allocated and freed, the tensors stay.
-        pairs = list(zip(self._views, self._pieces, strict=True))
-        self._copied_to = [piece.of_param(view) for view, pieces in pairs for piece in pieces]
-        self._copied_from = self._spans_in(self._gathered)
+        pairs = zip(self._views, self._rows, strict=True)
+        self._copied_to = [rows.of_param(view) for view, parts in pairs for rows in parts]
+        self._copied_from = self._rows_in(self._gathered)
         free_storage(self._gathered)
         return made
 
-    def _spans_in(self, shards: torch.Tensor) -> list[torch.Tensor]:
-        """All pieces in a buffer of all shards."""
-        return [piece.span.of(shards) for pieces in self._pieces for piece in pieces]
+    def _rows_in(self, shards: torch.Tensor) -> list[torch.Tensor]:
+        """All rows in a buffer of all shards."""
+        return [rows.in_shards.of(shards) for parts in self._rows for rows in parts]
 
     @torch.no_grad()
     def _take(self, rows: Sequence[torch.Tensor]) -> None:
@@ -231,7 +221,7 @@ class DTensorParams(ShardedParams):
 
     @torch.no_grad()
     def fits(self) -> bool:
-        """Not collective, at rest. Copy rows that lie elsewhere. False if they have another dtype, device or shape.
+        """Copy rows that lie elsewhere, at rest. Return False if they have another dtype, device or shape.
 
         Raises:
             EngineError: ``.data`` of a parameter was assigned, which has no effect on a ``DTensor``.
@@ -266,7 +256,7 @@ class DTensorParams(ShardedParams):
         )
 
     def pop_copied(self) -> bool:
-        """Whether ``fits`` has copied something since the last call."""
+        """Return whether ``fits`` has copied something since the last call."""
         copied, self._has_copied = self._has_copied, False
         return copied
 
@@ -274,11 +264,11 @@ class DTensorParams(ShardedParams):
         return not isinstance(self._buffer, Whole) and super().owns_memory_of(tensor)
 
     def adopt_user_data(self) -> None:
-        """Nothing is left to do: that was before the pass."""
+        """Do nothing: ``fits`` did it before the iteration."""
 
     def publish(self) -> None:
-        if self._rows_in_window and self.shard is not None:
-            _compat.copy_to_each_(self._rows_in_window, self._locals)
+        if self._rows_in_shared and self.shard is not None:
+            _compat.copy_to_each_(self._rows_in_shared, self._locals)
 
     def gather(self, *, async_op: bool = False) -> Work | None:
         if self._buffer.stays:
@@ -305,7 +295,7 @@ class DTensorParams(ShardedParams):
         assert isinstance(self._buffer, Transient)
         self._buffer.alloc()
         own, self._own_gathered = self._own_gathered, None
-        _compat.copy_to_each_(self._copied_to, self._copied_from if own is None else self._spans_in(own))
+        _compat.copy_to_each_(self._copied_to, self._copied_from if own is None else self._rows_in(own))
         free_storage(self._gathered)
 
     def bind(self) -> None:
@@ -330,7 +320,7 @@ class DTensorParams(ShardedParams):
                 module.__dict__.pop(name, None)
 
     def lend(self) -> None:
-        """Have modules register rows, and compute with the gathered values.
+        """Have modules register rows, and compute with the whole parameters.
 
         Attributes are found before registered parameters, and no function that lists parameters sees them.
         """
@@ -351,10 +341,10 @@ class DTensorParams(ShardedParams):
             param.register(param.sharded)
 
     def targets(self, buffer: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
-        return [[piece.span.of(buffer) for piece in pieces] for pieces in self._pieces]
+        return [[rows.in_shards.of(buffer) for rows in parts] for parts in self._rows]
 
     def sources(self, index: int, grad: torch.Tensor) -> Sequence[torch.Tensor]:
-        return [piece.of_param(grad) for piece in self._pieces[index]]
+        return [rows.of_param(grad) for rows in self._rows[index]]
 
     def gaps(self, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
         return [gap.of(buffer) for gap in self._gaps]

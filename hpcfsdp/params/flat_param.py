@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from hpcfsdp import _compat, accelerator
+from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.layout import FlatLayout, contiguous_strides
 from hpcfsdp.params.sharded_params import Dtypes, ShardedParams
-from hpcfsdp.params.storage import Buffer, SharedBuffer, Transient, Whole
+from hpcfsdp.params.storage import Buffer, SharedBuffer, Transient, Whole, nothing_for
 
 flat_params: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 """All of this process."""
@@ -35,11 +35,13 @@ class FlatParam(ShardedParams):
         leaves: the original parameters, in the order of the layout's slots.
         parameter: this rank's shard, 1-D, ``layout.shard_numel`` elements. Without `use_orig_params` the optimizer
             steps it, and its ``grad`` is the averaged gradient of the shard.
-        shows_whole: whether the leaves hold their full values at rest too.
+        shows_whole: whether the leaves hold their full data at rest too.
         trained: the last known ``requires_grad`` of all leaves; with `use_orig_params` each has its own.
         places: by leaf, the modules that should hold it, with its name there.
         on_assigned: called by ``adopt_user_data`` where a module holds another parameter; may call ``replace_leaf``.
     """
+
+    layout: FlatLayout
 
     def __init__(
         self,
@@ -55,23 +57,22 @@ class FlatParam(ShardedParams):
         offload: bool = False,
         always_whole: bool = False,
     ) -> None:
-        """Collective over `comm`. Move the leaves' values, the same on all ranks, into the shards.
+        """Move the leaves' values, the same on all ranks, into the shards. Collective over `comm`.
 
         Args:
-            reduce_comm: of the same ranks, where reductions are to wait for no gather.
-            replicas: ranks that hold the same shard as this one.
+            reduce_comm, replicas, dtypes: see ``ShardedParams``.
             device: of the computation; by default that of the leaves. From another one, only the shard comes there.
             offload: keep the shard in host memory.
-            always_whole: the leaves hold their values at rest too; for a single shard.
+            always_whole: the leaves hold their full data at rest too; for a single shard.
         """
         super().__init__(
+            layout,
             comm,
+            device=device or leaves[0].device,
             reduce_comm=reduce_comm,
             replicas=replicas,
-            dtypes=dtypes or Dtypes.plan(layout.dtype),
-            device=device or leaves[0].device,
+            dtypes=dtypes,
         )
-        self.layout: FlatLayout = layout
         self.leaves = tuple(leaves)
         self.use_orig_params = self.steps_leaves = self.steps_each = use_orig_params
         self.trained = any(leaf.requires_grad for leaf in self.leaves)
@@ -80,7 +81,9 @@ class FlatParam(ShardedParams):
         runs = {run.index: slice(run.offset, run.offset + run.numel) for run in layout.runs(comm.rank)}
         self._runs = [runs.get(index, slice(0, 0)) for index in range(len(layout.slots))]
 
-        self._buffer, shard = self._take_values(torch.device("cpu") if offload else self.device)
+        shared, shard = self._new_shard(torch.device("cpu") if offload else self.device, self.dtypes.compute)
+        self._empty_leaves(shard)
+        self._buffer = self._new_buffer(shared, shard, self.dtypes.compute)
         self.parameter = nn.Parameter(shard, requires_grad=self.trained)
         self.shows_whole = always_whole
         self._come_to_rest(shard)
@@ -91,13 +94,11 @@ class FlatParam(ShardedParams):
         self.places: Sequence[Sequence[tuple[nn.Module, str]]] = ()
         self.on_assigned: Callable[[], None] | None = None
         self._shard = shard  # a user may assign other data to ``parameter``
-        self._nothing_value = torch.nan if self.layout.dtype.is_floating_point or self.layout.dtype.is_complex else 0
-        self._nothing = torch.full(
-            (len(self.leaves),), self._nothing_value, dtype=self.layout.dtype, device=self.device
-        )
+        self._nothing: torch.Tensor | None = None
         if self.shows_whole or self.use_orig_params:
             self._resting = list(self.shard_views(shard))
         else:
+            self._nothing = nothing_for(len(self.leaves), self.layout.dtype, self.device)
             pairs = zip(self._nothing.unbind(), self.layout.slots, strict=True)
             self._resting = [nothing.expand(slot.shape) for nothing, slot in pairs]
         self._views = self._views_of(self._buffer.full)
@@ -107,32 +108,23 @@ class FlatParam(ShardedParams):
         flat_params.add(self)
 
     def copy(self, leaves: Sequence[nn.Parameter]) -> FlatParam:
-        """Collective over `comm` where ranks share memory. A copy at rest, with `leaves` that have no memory yet."""
+        """Return a copy at rest, with `leaves` that have no memory yet. Collective over `comm` if it shares memory."""
         made = object.__new__(FlatParam)
         made.__dict__.update(self.__dict__)
         made.leaves, made.is_unsharded = tuple(leaves), False
-        shard, full = self._shard, self._buffer.full
-        if isinstance(self._buffer, SharedBuffer):
-            buffer: Buffer = SharedBuffer(self.comm, full.numel(), full.dtype, is_cast=self._buffer.is_cast)
-            shard = shard.clone() if self._buffer.is_cast else buffer.segment.copy_(shard)
-        elif isinstance(self._buffer, Whole):
-            shard = shard.clone()
-            buffer = Whole(shard)
-        else:
-            buffer = Transient(self.comm, full.numel(), full.dtype, self.device)
-            shard = shard.clone().pin_memory() if shard.is_pinned() else shard.clone()
-        made._buffer = buffer
+        shared, shard = self._new_shard(self.home, self._buffer.full.dtype)
+        shard.copy_(self._shard)
+        made._buffer = self._new_buffer(shared, shard, self._buffer.full.dtype)
         made.parameter = nn.Parameter(shard, requires_grad=self.parameter.requires_grad)
         made._come_to_rest(shard)
         return made
 
     @property
     def stepped(self) -> Sequence[nn.Parameter]:
-        """The parameters that the optimizer steps."""
         return self.leaves if self.use_orig_params else (self.parameter,)
 
     def mark_changed(self) -> None:
-        """Increment the versions after a change through ``.data``."""
+        """Increment the versions, after a change through ``.data``."""
         for param in self.stepped:
             torch.autograd.graph.increment_version(param)
 
@@ -142,29 +134,29 @@ class FlatParam(ShardedParams):
 
     @property
     def changes_kind(self) -> bool:
-        """Whether leaves have another dtype or device when unsharded: then autograd makes new nodes for them."""
         return self.dtypes.compute != self.dtypes.param or (self.use_orig_params and self.is_offloaded)
 
     def compute_in(self, dtype: torch.dtype) -> None:
-        """Collective over `comm`, the first time for a dtype; at rest. From now on gather values in `dtype`.
+        """Compute in `dtype` from now on: that of the shard, or ``dtypes.compute``; at rest.
 
-        It is that of the shard, or ``dtypes.compute``.
+        Collective over `comm` the first time for a dtype.
         """
         if dtype == self._buffer.full.dtype:
             return
         self._others[self._buffer.full.dtype] = self._buffer, self._views
         if dtype not in self._others:
-            numel, home = self.layout.padded_numel, self.parameter.device
-            if self.comm.shares_gathered and home == self.device:
-                buffer: Buffer = SharedBuffer(self.comm, numel, dtype, is_cast=True)
-            else:
-                buffer = Transient(self.comm, numel, dtype, self.device)
+            numel, shares = self.layout.padded_numel, self._may_share(self.home)
+            buffer: Buffer = (
+                SharedBuffer(self.comm, numel, dtype, is_cast=True)
+                if shares
+                else Transient(self.comm, numel, dtype, self.device)
+            )
             self._others[dtype] = buffer, self._views_of(buffer.full)
             buffer.free()
         self._buffer, self._views = self._others[dtype]
 
     def follow_requires_grad(self, unit: str) -> None:
-        """Without `use_orig_params`: set the leaves' ``requires_grad`` to that of ``parameter``. `unit`: for messages.
+        """Set the leaves' ``requires_grad`` to that of ``parameter``, without `use_orig_params`.
 
         Raises:
             EngineError: the user has set that of a leaf, or has registered a hook that would never be called.
@@ -195,17 +187,16 @@ class FlatParam(ShardedParams):
         return self._buffer.gather(self._shard, async_op=async_op)
 
     def bind(self) -> None:
-        """Let the leaves view the gathered values."""
         self.is_unsharded = True
         if not self._stays_bound:
             self._bind(self._views)
 
     def unbind(self) -> None:
-        """Let the leaves view their data at rest."""
         self.is_unsharded = False
         if self._stays_bound:
             return
-        self._nothing.fill_(self._nothing_value)  # a user may have written to it
+        if self._nothing is not None:  # a user may have written to it
+            self._nothing.fill_(torch.nan if self.is_differentiable else 0)
         self._bind(self._resting)
 
     def adopt_user_data(self) -> None:
@@ -240,7 +231,7 @@ class FlatParam(ShardedParams):
                 )
 
     def assigned_name(self) -> str | None:
-        """The name of a parameter in place of which a module holds another one; None for none."""
+        """Return the name of a parameter in place of which a module holds another one; None for none."""
         for leaf, places in zip(self.leaves, self.places):  # noqa: B905 (each forward of the unit comes here)
             for module, name in places:
                 found = module._parameters.get(name)
@@ -249,7 +240,7 @@ class FlatParam(ShardedParams):
         return None
 
     def replace_leaf(self, index: int, leaf: nn.Parameter) -> None:
-        """Not collective, at rest, with `use_orig_params`. Replace a leaf by another parameter, with its values.
+        """Replace a leaf by another parameter, with its values; at rest, with `use_orig_params`.
 
         Raises:
             EngineError: it has another shape than this rank's run of the parameter.
@@ -266,14 +257,14 @@ class FlatParam(ShardedParams):
         self.leaves = (*self.leaves[:index], leaf, *self.leaves[index + 1 :])
 
     def shard_views(self, shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Each parameter's run of a tensor laid out like the shard: 1-D, empty without elements on this rank.
+        """Return each parameter's run of a tensor laid out like the shard: 1-D, empty without elements on this rank.
 
         With `always_whole` they have the parameters' shapes.
         """
         return self._views_of(shard) if self.shows_whole else self._runs_of(shard)
 
     def grad_parts(self, num_blocks: int) -> list[tuple[int, torch.Tensor]]:
-        """The parts of the gradient on this rank, each with the number of tensor-parallel ranks that have the same.
+        """Return the parts of the gradient on this rank, each with how many tensor-parallel ranks have the same.
 
         Args:
             num_blocks: tensor-parallel ranks.
@@ -289,7 +280,7 @@ class FlatParam(ShardedParams):
         return [(count, grad) for count, grad in found if grad is not None]
 
     def views(self, full: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views of a tensor laid out like ``full``, in the parameters' shapes."""
+        """Return views of a tensor laid out like ``full``, in the parameters' shapes."""
         return self._views if full is self._buffer.full else self._views_of(full)
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
@@ -311,24 +302,23 @@ class FlatParam(ShardedParams):
         # Without elements there is nothing to step; some optimizers divide by the number of elements.
         return [(leaf, part) for leaf, part, slot, is_used in found if is_used and (part.numel() or not slot.numel)]
 
-    def _take_values(self, home: torch.device) -> tuple[Buffer, torch.Tensor]:
-        """The buffer for gathered values, and the shard on `home`, with this rank's runs of the leaves' values."""
-        layout, compute = self.layout, self.dtypes.compute
-        is_cast, stays = compute != layout.dtype, home == self.device
-        shared = None
-        if self.comm.shares_gathered and stays:
-            shared = SharedBuffer(self.comm, layout.padded_numel, compute, is_cast=is_cast)
-        if shared is not None and not is_cast:
-            shard = shared.segment
-        else:
-            pinned = not stays and accelerator.is_accelerator(self.device)
-            shard = torch.zeros(layout.shard_numel, dtype=layout.dtype, device=home, pin_memory=pinned)
-        self._empty_leaves(shard)
+    def _new_shard(self, home: torch.device, compute: torch.dtype) -> tuple[SharedBuffer | None, torch.Tensor]:
+        """Memory for the shard on `home`, and the memory that ranks share to compute in `compute`, if they do."""
+        if not self._may_share(home):
+            return None, self._zeros_for_shard(home)
+        is_cast = compute != self.layout.dtype
+        shared = SharedBuffer(self.comm, self.layout.padded_numel, compute, is_cast=is_cast)
+        return shared, self._zeros_for_shard(home) if is_cast else shared.segment
+
+    def _new_buffer(self, shared: SharedBuffer | None, shard: torch.Tensor, compute: torch.dtype) -> Buffer:
         if shared is not None:
-            return shared, shard
-        if self.comm.size == 1 and not is_cast and stays:
-            return Whole(shard), shard
-        return Transient(self.comm, layout.padded_numel, compute, self.device), shard
+            return shared
+        if self.comm.size == 1 and compute == shard.dtype and shard.device == self.device:
+            return Whole(shard)
+        return Transient(self.comm, self.layout.padded_numel, compute, self.device)
+
+    def _may_share(self, home: torch.device) -> bool:
+        return self.comm.shares_gathered and home == self.device
 
     @torch.no_grad()
     def _empty_leaves(self, shard: torch.Tensor) -> None:

@@ -14,7 +14,6 @@ ends within a block of one, see ``granularity``.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import math
 from bisect import bisect_right
@@ -156,15 +155,36 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FlatLayout:
-    """Parameters of one dtype, one after the other, cut into equal shards. Made by ``plan``."""
+class Layout:
+    """The parameters of one dtype, in shards of one size.
 
-    slots: tuple[ParamSlot, ...]
+    Attributes:
+        slots: the places of the parameters.
+        shard_numel: elements of each shard.
+        align: each parameter and each shard begins at a multiple of so many elements.
+    """
+
+    slots: tuple[Any, ...]
     dtype: torch.dtype
     num_shards: int
     shard_numel: int
     align: int
-    """Each parameter and each shard begins at a multiple of so many elements."""
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of all shards, with gaps and padding."""
+        return self.shard_numel * self.num_shards
+
+    def fingerprint(self) -> str:
+        """Return a short text, equal for equal layouts."""
+        return hashlib.blake2b(repr((self.slots, self.dtype, self.num_shards)).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class FlatLayout(Layout):
+    """Parameters of one dtype, one after the other, cut into equal shards. Made by ``plan``."""
+
+    slots: tuple[ParamSlot, ...]
 
     @classmethod
     def plan(
@@ -193,7 +213,7 @@ class FlatLayout:
         """
         if num_shards < 1:
             raise ValueError(f"a layout needs at least one shard, not {num_shards}")
-        align = max(1, ALIGNMENT_BYTES // (itemsize or dtype.itemsize))
+        align = alignment(itemsize or dtype.itemsize)
         slots: list[ParamSlot] = []
         offset, names = 0, set[str]()
         for fqn, shape, aliases in params:
@@ -215,11 +235,6 @@ class FlatLayout:
             pairs = zip(slots, offsets, strict=True)
             slots = [dataclasses.replace(slot, offset=offset) for slot, offset in pairs]
         return cls(tuple(slots), dtype, num_shards, shard_numel, align)
-
-    @property
-    def padded_numel(self) -> int:
-        """Elements of the whole flat buffer: all shards, gaps and padding."""
-        return self.shard_numel * self.num_shards
 
     @property
     def numel(self) -> int:
@@ -247,18 +262,18 @@ class FlatLayout:
         return {name: place for place, slot in enumerate(self.slots) for name in (slot.fqn, *slot.aliases)}
 
     def gaps(self) -> list[tuple[int, int]]:
-        """(first element, end) of every gap and padding in the flat buffer."""
-        runs, end = [], 0
+        """Return (first element, end) of every gap and padding in the flat buffer."""
+        found, end = [], 0
         for slot in (self.slots[index] for index in self._by_offset):
             if slot.offset > end:
-                runs.append((end, slot.offset))
+                found.append((end, slot.offset))
             end = max(end, slot.end)
         if self.padded_numel > end:
-            runs.append((end, self.padded_numel))
-        return runs
+            found.append((end, self.padded_numel))
+        return found
 
     def param_edges(self, fqn: str) -> tuple[int, np.ndarray]:
-        """The runs of the parameter `fqn` (or an alias) over all ranks, in row-major order.
+        """Return the runs of the parameter `fqn` (or an alias) over all ranks, in row-major order.
 
         Returns:
             The first rank that has a run, and a read-only int64 array ``[runs + 1]``: the first element of each run,
@@ -278,7 +293,7 @@ class FlatLayout:
         return first, edges
 
     def runs(self, shard_rank: int, *, apart: bool = False) -> list[Run]:
-        """The runs of parameters on one rank, with ``Run.index`` that of the slot, ascending.
+        """Return the runs of parameters on one rank, with ``Run.index`` that of the slot, ascending.
 
         Does not iterate over the slots of other shards: a plan needs the runs of all shards.
 
@@ -299,44 +314,28 @@ class FlatLayout:
         return sorted(found)
 
     def param_run(self, fqn: str, shard_rank: int) -> Run | None:
-        """The run of the parameter `fqn` (or an alias) on one rank, None if there is none."""
+        """Return the run of the parameter `fqn` (or an alias) on one rank, None if there is none."""
         slot, begin = self.by_name[fqn], shard_rank * self.shard_numel
         first, last = max(slot.offset, begin), min(slot.end, begin + self.shard_numel)
         return Run(self.places[fqn], first - slot.offset, last - first, first - begin) if first < last else None
 
-    def renamed(self, rename: Callable[[str], str]) -> FlatLayout:
-        """The same layout with every name, aliases too, passed through `rename`."""
-        slots = tuple(
-            dataclasses.replace(slot, fqn=rename(slot.fqn), aliases=tuple(map(rename, slot.aliases)))
-            for slot in self.slots
-        )
-        return dataclasses.replace(self, slots=slots)
-
-    def aliased(self, others: Iterable[FlatLayout]) -> FlatLayout:
-        """The same layout; the names that `others` give to the same slots become aliases."""
-        slots = self.slots
-        for other in others:
-            slots = tuple(
-                dataclasses.replace(slot, aliases=(*slot.aliases, twin.fqn, *twin.aliases))
-                for slot, twin in zip(slots, other.slots, strict=True)
-            )
-        return dataclasses.replace(self, slots=slots)
-
     def known_as(self, paths: tuple[str, ...], join: Callable[[str, str], str]) -> FlatLayout:
-        """The same layout with names below the first of `paths`, and aliases below the others.
+        """Return the same layout with names below the first of `paths`, and aliases below the others.
 
         Args:
             join: makes the name of a parameter below a path.
         """
 
-        def rename() -> FlatLayout:
-            first, *others = (self.renamed(functools.partial(join, path)) for path in paths)
-            return first.aliased(others)
+        def renamed(slot: ParamSlot) -> ParamSlot:
+            fqn, *aliases = (join(path, name) for path in paths for name in (slot.fqn, *slot.aliases))
+            return dataclasses.replace(slot, fqn=fqn, aliases=tuple(aliases))
 
-        return self._cached("names", (paths, join), rename)
+        return self._cached(
+            "names", (paths, join), lambda: dataclasses.replace(self, slots=tuple(map(renamed, self.slots)))
+        )
 
     def of_tensor_rank(self, rank: int) -> FlatLayout:
-        """The layout of the blocks of another tensor-parallel rank."""
+        """Return the layout of the blocks of another tensor-parallel rank."""
         return self._cached("tensor rank", rank, lambda: self._planned_for(rank))
 
     def _planned_for(self, rank: int) -> FlatLayout:
@@ -362,10 +361,6 @@ class FlatLayout:
     def _made(self) -> dict[tuple[str, Any], Any]:
         return {}
 
-    def fingerprint(self) -> str:
-        """A short text, equal for equal layouts."""
-        return hashlib.blake2b(repr((self.slots, self.dtype, self.num_shards)).encode(), digest_size=8).hexdigest()
-
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
@@ -373,3 +368,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def alignment(itemsize: int) -> int:
+    """Return the elements of `itemsize` bytes to whose multiples parameters and shards are aligned."""
+    return max(1, ALIGNMENT_BYTES // itemsize)

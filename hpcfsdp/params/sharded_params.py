@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpcfsdp import accelerator
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work
 from hpcfsdp.comm.reduce import accumulate_dtype
 from hpcfsdp.errors import EngineError
-from hpcfsdp.params.dtensor_layout import DTensorLayout
-from hpcfsdp.params.layout import FlatLayout
+from hpcfsdp.params.layout import Layout
 from hpcfsdp.params.storage import Buffer, SharedBuffer
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtypes of one flat parameter.
+    """The dtypes of parameters and their gradients in a step.
 
     Attributes:
         param: of the shard.
-        compute: of the gathered values.
+        compute: of the unsharded parameters.
         reduce: of gradients between ranks.
         accumulate: of sums over ranks, and of gradients held by ``no_sync``.
         grad: of the gradient that the optimizer reads.
@@ -51,7 +51,7 @@ class Dtypes:
         reduce: torch.dtype | None = None,
         keep_low_precision_grads: bool = False,
     ) -> Dtypes:
-        """The dtypes for parameters of `dtype`, by the rules of torch's ``MixedPrecision``.
+        """Return the dtypes for parameters of `dtype`, by the rules of torch's ``MixedPrecision``.
 
         Args:
             param: to compute in; None for `dtype`.
@@ -66,7 +66,7 @@ class Dtypes:
 
 
 def other_in_place_of(name: str) -> EngineError:
-    """Another tensor is where a unit's parameter of this name should be, when the unit is called."""
+    """Return the error for another tensor where a unit's parameter of this name should be, when the unit is called."""
     return EngineError(
         f"another tensor has taken the place of {name!r} of a sharded module during a call of the model, as "
         "torch.func.functional_call does, but the module computes with what it has sharded: call functional_call "
@@ -82,19 +82,18 @@ class ShardedParams(abc.ABC):
         comm: the ranks that hold the shards.
         reduce_comm: the same ranks, for reductions.
         replicas: ranks that hold the same shard as this one; None without any.
-        dtypes: of the shard, of the gathered values, of gradients.
         leaves: the tensors that modules compute with, and to which autograd adds gradients, by slot of the layout.
         device: of the computation; the shard is there too unless it is offloaded.
-        is_unsharded: whether the leaves hold their full values.
+        is_unsharded: whether the leaves hold their full data.
         steps_leaves: whether the optimizer steps the leaves themselves.
         steps_each: whether it steps a tensor for each leaf, and not one for all.
         may_change_before_backward: whether the program may change them between a forward and its backward, which then
-            computes with the new values.
+            computes with the new ones.
         hides_whole_norm: whether functions of torch see a rank's shard of a gradient as if it were the whole.
         shows_held: whether ``grad`` shows the gradients that ``no_sync`` holds.
     """
 
-    layout: FlatLayout | DTensorLayout
+    layout: Any  # a FlatLayout or a DTensorLayout
     leaves: Sequence[nn.Parameter]
     steps_leaves = False
     steps_each = True
@@ -105,17 +104,27 @@ class ShardedParams(abc.ABC):
 
     def __init__(
         self,
+        layout: Layout,
         comm: Communicator,
         *,
+        device: torch.device,
         reduce_comm: Communicator | None,
         replicas: Communicator | None,
-        dtypes: Dtypes,
-        device: torch.device,
+        dtypes: Dtypes | None,
     ) -> None:
+        """Hold nothing yet.
+
+        Args:
+            device: of the computation.
+            reduce_comm: of the same ranks, where reductions are to wait for no gather.
+            replicas: ranks that hold the same shard as this one.
+            dtypes: by default those of `layout`, without casts.
+        """
+        self.layout = layout
         self.comm = comm
         self.reduce_comm = reduce_comm or comm
         self.replicas = replicas
-        self.dtypes = dtypes
+        self.dtypes = dtypes or Dtypes.plan(layout.dtype)
         self.device = device
         self.is_unsharded = False
 
@@ -145,12 +154,12 @@ class ShardedParams(abc.ABC):
 
     @property
     def stays_gathered(self) -> bool:
-        """Whether the values stay, and no gather is needed."""
+        """Whether no gather is needed."""
         return self._buffer.stays
 
     @property
     def shares_gathered(self) -> bool:
-        """Whether ranks share the memory of the gathered values; then barriers must enclose its use."""
+        """Whether ranks share the memory of the unsharded parameters; then barriers must enclose its use."""
         return isinstance(self._buffer, SharedBuffer)
 
     @property
@@ -165,7 +174,7 @@ class ShardedParams(abc.ABC):
 
     @property
     def full(self) -> torch.Tensor:
-        """The gathered values, 1-D; without memory at rest unless it is resident."""
+        """The unsharded parameters, 1-D; without memory at rest unless it stays."""
         return self._buffer.full
 
     @abc.abstractmethod
@@ -174,60 +183,65 @@ class ShardedParams(abc.ABC):
 
     @abc.abstractmethod
     def adopt_user_data(self) -> None:
-        """Not collective, at rest. Copy data that a user has assigned to parameters into the shard."""
+        """Copy data that a user has assigned to parameters into the shard, at rest."""
 
     def pop_copied(self) -> bool:
-        """Whether values were copied into the shard since the last call, other than by ``adopt_user_data``."""
+        """Return whether the shard was written since the last call, other than by ``adopt_user_data``."""
         return False
 
     @abc.abstractmethod
     def publish(self) -> None:
-        """Copy the shard into this rank's part of resident memory; a barrier must follow."""
+        """Copy the shard into this rank's part of shared memory, if there is any; a barrier must follow."""
 
     @abc.abstractmethod
     def gather(self, *, async_op: bool = False) -> Work | None:
-        """Collective over `comm`. Gather all shards; ``bind`` may follow when the returned work is done."""
+        """Gather all shards; ``bind`` may follow when the returned work is done. Collective over `comm`."""
 
     @property
     def finish_gather(self) -> Callable[[], None] | None:
-        """What is left to do when the work of ``gather`` is done, on the same queue; not collective."""
+        """What is left to do on this rank when the work of ``gather`` is done, on the same stream."""
         return None
 
     @abc.abstractmethod
     def bind(self) -> None:
-        """Have modules compute with the gathered values."""
+        """Have modules compute with the unsharded parameters."""
 
     @abc.abstractmethod
     def unbind(self) -> None:
         """Have modules hold what they hold at rest."""
 
     def free(self) -> None:
-        """Free the memory of the gathered values, unless it is resident."""
+        """Free the memory of the unsharded parameters, unless it stays."""
         self._buffer.free()
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` views the gathered values, which ``free`` releases."""
+        """Return whether `tensor` views the unsharded parameters, which ``free`` releases."""
         if tensor.layout is not torch.strided or not self.is_unsharded or not tensor.numel():
             return False
         return tensor.untyped_storage().data_ptr() == self._buffer.full.untyped_storage().data_ptr()
+
+    def _zeros_for_shard(self, home: torch.device, *, pin_memory: bool = True) -> torch.Tensor:
+        """Memory for a shard on `home`; where it is offloaded from an accelerator, pinned for faster copies."""
+        pinned = pin_memory and home != self.device and accelerator.is_accelerator(self.device)
+        return torch.zeros(self.layout.shard_numel, dtype=self.layout.dtype, device=home, pin_memory=pinned)
 
     # Gradients: assembled in a buffer of all shards, 1-D, ``layout.padded_numel`` elements
 
     @abc.abstractmethod
     def targets(self, buffer: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
-        """For each leaf its places in a buffer of gradients, as views."""
+        """Return for each leaf its places in a buffer of gradients, as views."""
 
     @abc.abstractmethod
     def sources(self, index: int, grad: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The parts of a leaf's gradient that belong at its ``targets``."""
+        """Return the parts of a leaf's gradient that belong at its ``targets``."""
 
     @abc.abstractmethod
     def gaps(self, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Views of the elements of a buffer of gradients that belong to no leaf."""
+        """Return views of the elements of a buffer of gradients that belong to no leaf."""
 
     @abc.abstractmethod
     def grads_of(self, reduced: torch.Tensor, used: Sequence[bool]) -> list[tuple[nn.Parameter, Any]]:
-        """The parameters that the optimizer steps, with their parts of a reduced gradient.
+        """Return the parameters that the optimizer steps, with their parts of a reduced gradient.
 
         Args:
             reduced: laid out like the shard.

@@ -59,10 +59,15 @@ def free_storage(tensor: torch.Tensor) -> bool:
     return True
 
 
-def nothing_of(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of any shape with the memory of one element: NaN, so that values read by mistake are seen; 0 if none."""
+def nothing_for(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return so many elements of NaN, so that what is read by mistake is seen; of 0 where there is no NaN."""
     value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+    return torch.full((count,), value, dtype=dtype, device=device)
+
+
+def nothing_of(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of any shape with the memory of one element of ``nothing_for``."""
+    return nothing_for(1, dtype, device)[0].expand(tuple(shape))
 
 
 def data_ptr_allocated(tensor: torch.Tensor) -> bool:

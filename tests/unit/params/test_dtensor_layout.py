@@ -37,8 +37,8 @@ def scattered(layout, values):
     """The buffer of all shards, filled by pieces; what belongs to no parameter is NaN."""
     shards = torch.full((layout.padded_numel,), torch.nan, dtype=layout.dtype)
     for index, value in enumerate(values):
-        for piece in layout.pieces(index):
-            piece.span.of(shards).copy_(piece.of_param(value))
+        for rows in layout.rows(index):
+            rows.in_shards.of(shards).copy_(rows.of_param(value))
     return shards
 
 
@@ -64,11 +64,11 @@ def test_pieces_bring_whole_parameters_back(layout):
     shards = scattered(layout, values)
     for index, value in enumerate(values):
         whole = torch.zeros_like(value)
-        for piece in layout.pieces(index):
-            piece.of_param(whole).copy_(piece.span.of(shards))
+        for rows in layout.rows(index):
+            rows.of_param(whole).copy_(rows.in_shards.of(shards))
         assert torch.equal(whole, value)
-        assert sum(math.prod(piece.span.shape) for piece in layout.pieces(index)) == value.numel()
-        assert len(layout.pieces(index)) <= 2
+        assert sum(math.prod(rows.in_shards.shape) for rows in layout.rows(index)) == value.numel()
+        assert len(layout.rows(index)) <= 2
 
 
 @check
@@ -97,7 +97,7 @@ def test_whole_parameters_do_not_overlap_and_none_begins_the_memory(layout):
 def test_a_gradient_with_other_strides_is_cut_without_a_copy():
     layout = DTensorLayout.plan([("p", (5, 4), 0, (), None)], torch.float32, 2)
     grad = torch.arange(20.0).view(4, 5).t()
-    parts = [piece.of_param(grad) for piece in layout.pieces(0)]
+    parts = [rows.of_param(grad) for rows in layout.rows(0)]
     assert [part.untyped_storage().data_ptr() for part in parts] == [grad.untyped_storage().data_ptr()] * 2
     assert torch.equal(torch.cat([parts[0].flatten(0, 1), parts[1]]), grad)
 

@@ -124,25 +124,14 @@ def test_parameters_and_shards_start_at_aligned_bytes_and_shards_are_no_longer_t
     assert needed <= layout.shard_numel < needed + ALIGNMENT_BYTES // size
 
 
-@given(layouts)
-@settings(max_examples=50, deadline=None)
-def test_renamed_changes_names_and_aliases_alone(layout):
-    renamed = layout.renamed(lambda name: f"root.{name}")
-    assert sorted(renamed.by_name) == sorted(f"root.{name}" for name in layout.by_name)
-    assert renamed.renamed(lambda name: name.removeprefix("root.")) == layout
-    for old, new in zip(layout.slots, renamed.slots, strict=True):
-        assert (old.offset, old.shape) == (new.offset, new.shape)
-
-
-def test_aliased_adds_the_names_of_other_layouts_to_the_same_slots():
+def test_a_layout_below_several_paths_has_names_below_the_first_and_aliases_below_the_others():
     layout = FlatLayout.plan([("w", (2,), ("v",)), ("b", (3,), ())], torch.float32, 2)
-    found = layout.aliased([layout.renamed("x.{}".format), layout.renamed("y.{}".format)])
+    found = layout.known_as(("", "x.", "y."), "{}{}".format)
     assert [(slot.fqn, slot.aliases) for slot in found.slots] == [
         ("w", ("v", "x.w", "x.v", "y.w", "y.v")),
         ("b", ("x.b", "y.b")),
     ]
     assert param_runs(found, "y.b") == param_runs(layout, "b")
-    assert layout.aliased([]) == layout
 
 
 @given(layouts)

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
 
@@ -222,8 +221,8 @@ def test_another_model_has_another_fingerprint(model, data):
 @given(st.one_of(layouts, huge_layouts))
 @check
 def test_names_change_without_positions(layout):
-    renamed = layout.renamed("prefix.{}".format)
-    aliased = layout.aliased([renamed, renamed.renamed("again.{}".format)])
+    renamed = layout.known_as(("prefix.",), "{}{}".format)
+    aliased = layout.known_as(("", "prefix.", "again.prefix."), "{}{}".format)
     for found in (renamed, aliased):
         assert [(slot.offset, slot.shape) for slot in found.slots] == [(s.offset, s.shape) for s in layout.slots]
         assert (found.shard_numel, found.dtype, found.gaps()) == (layout.shard_numel, layout.dtype, layout.gaps())
@@ -235,13 +234,3 @@ def test_names_change_without_positions(layout):
     assert set(aliased.by_name) == {
         form.format(name) for name in layout.by_name for form in ("{}", "prefix.{}", "again.prefix.{}")
     }
-
-
-@given(layouts)
-@check
-def test_aliases_of_a_layout_of_other_slots_are_refused(layout):
-    longer = FlatLayout.plan(
-        [*((s.fqn, s.shape, s.aliases) for s in layout.slots), ("new", (1,), ())], layout.dtype, layout.num_shards
-    )
-    with pytest.raises(ValueError, match=r"shorter|longer"):
-        layout.aliased([longer])
