@@ -29,14 +29,14 @@ _HEADER_BYTES = 1024
 _ASKED = struct.Struct("<d")
 _ASKED_AT = _HEADER_BYTES - _ASKED.size
 NBYTES = _HEADER_BYTES + EVENTS * _EVENT.size
-"""Of a rank's ring."""
+"""The size of a rank's ring."""
 _MOST_MISSING = 16
 _LABEL_CHARS = 300
 
 
 @dataclass(frozen=True)
-class Event:
-    """One event.
+class RankEvent:
+    """An event of a rank.
 
     Attributes:
         number: counts the events of the rank.
@@ -87,10 +87,10 @@ class Record:
     stacks_fd: int
     main_thread: int
     wait: CurrentWait | None = None
-    events: Sequence[Event] = field(default_factory=tuple)
+    events: Sequence[RankEvent] = field(default_factory=tuple)
 
 
-class Ring:
+class EventRing:
     """The ring of this process, for its own events."""
 
     def __init__(self) -> None:
@@ -118,28 +118,31 @@ class Ring:
         _OWNER.pack_into(self._memory, 0, pid, started, stacks_fd, main_thread)
 
     def begin_wait(self, since_s: float, label: str, call: str, missing: Sequence[int]) -> None:
-        """Not collective. This rank waits; see ``CurrentWait``."""
-        text = json.dumps(
-            [label[:_LABEL_CHARS], call[:_LABEL_CHARS], list(missing[:_MOST_MISSING]), len(missing)]
-        ).encode()
-        begin = _OWNER.size
+        """Not collective. Note that this rank waits; see ``CurrentWait``."""
+        begin, whom = _OWNER.size, (list(missing[:_MOST_MISSING]), len(missing))
+        text = json.dumps((label[:_LABEL_CHARS], call[:_LABEL_CHARS], *whom)).encode()
         if len(text) > _WAIT_BYTES:  # characters that JSON escapes
-            text = json.dumps(["", "", list(missing[:_MOST_MISSING]), len(missing)]).encode()
+            text = json.dumps(("", "", *whom)).encode()
         self._memory[begin + _WAIT.size : begin + _WAIT.size + len(text)] = text
         _WAIT.pack_into(self._memory, begin, since_s, len(text))
 
     def end_wait(self) -> None:
-        """Not collective. The wait is over."""
+        """Not collective. Note that the wait is over."""
         _WAIT.pack_into(self._memory, _OWNER.size, 0.0, 0)
 
     @property
     def asked_s(self) -> float:
-        """When a rank of this node last asked this process for its stacks, in seconds since the epoch."""
+        """Return when a rank of this node last asked this process for its stacks, in seconds since the epoch."""
         return _ASKED.unpack_from(self._memory, _ASKED_AT)[0]
 
 
-ring = Ring()
-"""Of this process."""
+ring = EventRing()
+"""The ring of this process."""
+
+
+def described(call: str, label: str) -> str:
+    """Describe a collective by the public call around it, "" for none, and its label."""
+    return f"{call} ({label})" if call else label
 
 
 def note_question(memory: memoryview) -> None:
@@ -148,10 +151,10 @@ def note_question(memory: memoryview) -> None:
 
 
 def read(memory: memoryview) -> Record:
-    """Read a ring. Not collective; its rank may write meanwhile."""
+    """Not collective. Read a ring, to which its rank may write meanwhile."""
     events = [_EVENT.unpack_from(memory, _HEADER_BYTES + place * _EVENT.size) for place in range(EVENTS)]
     found = [
-        Event(number, time_s, KINDS[kind], text.rstrip(b"\0").decode(errors="replace"))
+        RankEvent(number, time_s, KINDS[kind], text.rstrip(b"\0").decode(errors="replace"))
         for number, time_s, kind, text in sorted(events)
         if number > 0 and 0 <= kind < len(KINDS)
     ]

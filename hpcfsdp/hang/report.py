@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hpcfsdp.hang import stacks
+from hpcfsdp.hang import events, stacks
 from hpcfsdp.text import json_input
-from hpcfsdp.text.terminal import shown_lines
+from hpcfsdp.text.terminal import ranks as named, shown_lines
 
 SHOWN_EVENTS = 20
 _STATES = {
@@ -24,8 +24,6 @@ _STATES = {
 }
 _BYTES_OF = {"64": 8, "32": 4, "16": 2, "8": 1, "128": 16}
 _OWN_FOLDERS = re.compile(r"/(?:site-packages|dist-packages|hpcfsdp)/|/lib/python3|^<")
-
-
 _JOB = re.compile(r"[\w.-]{1,200}")
 _ANSWER = {
     "job": str,
@@ -43,7 +41,7 @@ _ANSWER = {
 
 
 def is_answer(answer: dict[str, Any]) -> bool:
-    """Whether this is what a node answers. Its job can be part of the name of a file."""
+    """Return whether this is what a node answers. Its job can be part of the name of a file."""
     return json_input.fits(answer, _ANSWER) and (
         0 <= answer["node"] < answer["num_nodes"] <= answer["size"] <= 1 << 20
         and all(0 <= rank["rank"] < answer["size"] for rank in answer["ranks"])
@@ -52,13 +50,13 @@ def is_answer(answer: dict[str, Any]) -> bool:
 
 
 def ranks_of(answers: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The ranks of all answers, in order."""
+    """Return the ranks of all answers, in order."""
     found = {rank["rank"]: rank for answer in answers for rank in answer["ranks"]}
     return dict(sorted(found.items()))
 
 
 def render(answers: Sequence[dict[str, Any]], reason: str, asked_s: float, traces: str = "") -> str:
-    """The report about one job.
+    """Return the report about one job.
 
     Args:
         answers: of its nodes, one or more.
@@ -88,25 +86,25 @@ def render(answers: Sequence[dict[str, Any]], reason: str, asked_s: float, trace
 
 
 def head(text: str) -> str:
-    """The part of a report that says who waits for whom."""
+    """Return the part of a report that says who waits for whom."""
     return text.partition("\n\nRanks\n")[0]
 
 
 def summary(
     ranks: dict[int, dict[str, Any]], unknown: Sequence[int], silent: Sequence[int], asked_s: float
 ) -> list[str]:
-    """Who waits for whom in what, and where those are who have not come."""
+    """Say who waits for whom in what, and where those are who have not come."""
     lines, waits = [], defaultdict(list)
     for number, rank in ranks.items():
         wait = rank["wait"]
         if wait is not None:
-            where = f"{wait['call']} ({wait['label']})" if wait["call"] else wait["label"]
+            where = events.described(wait["call"], wait["label"])
             waits[where, tuple(wait["missing"]), wait["num_missing"]].append(number)
     for (where, missing, count), members in waits.items():
         longest_s = max(asked_s - ranks[number]["wait"]["since_s"] for number in members)
         more = f" and {count - len(missing)} more" if count > len(missing) else ""
-        whom = f"{_names(missing)}{more}" if missing else "others"
-        lines.append(f"{_names(members).capitalize()} wait(s) for {whom} in {where}, for {longest_s:.0f} s")
+        whom = f"{named(missing)}{more}" if missing else "others"
+        lines.append(f"{named(members).capitalize()} wait(s) for {whom} in {where}, for {longest_s:.0f} s")
         lines += [f"    {_progress(ranks[members[0]])}"]
     blamed = {number for _, missing, _ in waits for number in missing}
     for number in sorted(blamed):
@@ -118,7 +116,7 @@ def summary(
         lines += [f"rank {number}: {_where(rank)}" for number, rank in ranks.items()]
     if unknown:
         nodes = ", ".join(map(str, silent))
-        lines.append(f"No answer from node(s) {nodes} with {_names(unknown)}: down, cut off, or all of its ranks stuck")
+        lines.append(f"No answer from node(s) {nodes} with {named(unknown)}: down, cut off, or all of its ranks stuck")
     return lines
 
 
@@ -142,7 +140,7 @@ def _frame(frame: tuple[str, int, str]) -> str:
 
 
 def _progress(rank: dict[str, Any]) -> str:
-    """The last unit, and the step, that a rank has reached."""
+    """Say which unit and step a rank has reached."""
     unit = step = passing = ""
     for event in rank["events"]:
         if event["kind"] == "pass":
@@ -171,21 +169,9 @@ def _event(event: dict[str, Any], asked_s: float) -> str:
 
 
 def bytes_of(label: str) -> int | None:
-    """The bytes of the tensor in the label of a collective, None where it names none."""
+    """Return the bytes of the tensor in the label of a collective, None where it names none."""
     found = re.search(r"(\d{1,18}) x torch\.(\w+)", label)
     if found is None:
         return None
     width = re.search(r"\d{1,3}", found[2])
     return int(found[1]) * (_BYTES_OF.get(width[0], 1) if width else 1)
-
-
-def _names(ranks: Sequence[int]) -> str:
-    """Ranks as "rank 3" or "ranks 0-2, 5"."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-    return f"rank{'s' if len(ranks) != 1 else ''} {text}"

@@ -58,7 +58,7 @@ _RECORD = {
 
 
 class Member(Protocol):
-    """An object that counts its collectives: a communicator, or an order of units.
+    """A communicator, or an order of units, that counts its collectives.
 
     Attributes:
         key: its name, the same on all ranks.
@@ -69,7 +69,7 @@ class Member(Protocol):
     world_ranks: Sequence[int] | None
 
     def called(self, number: Any) -> str | None:
-        """The label of this rank's `number`-th collective, or ``NOTHING_YET``, or ``UNKNOWN``."""
+        """Return the label of this rank's `number`-th collective, or ``NOTHING_YET``, or ``UNKNOWN``."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class Waiting:
     crossed: bool = False
 
     def __str__(self) -> str:
-        return f"{self.call} ({self.label})" if self.call else self.label
+        return events.described(self.call, self.label)
 
 
 def crossed(mine: Waiting, theirs: Waiting) -> bool:
-    """Whether two ranks wait for each other, and neither will make the call that the other waits for."""
+    """Return whether two ranks wait for each other, and neither will make the call that the other waits for."""
     if not (mine.firm and theirs.firm and theirs.rank in mine.missing and mine.rank in theirs.missing):
         return False
     about_mine, about_theirs = theirs.answers.get(mine.rank), mine.answers.get(theirs.rank)
@@ -121,7 +121,7 @@ def crossed(mine: Waiting, theirs: Waiting) -> bool:
 
 
 def describe(mine: Waiting, theirs: Sequence[Waiting]) -> str:
-    """The error message of ranks with crossed calls."""
+    """Return the error message of ranks with crossed calls."""
     calls_of = {each.rank: each.call or each.label for each in (mine, *theirs)}
     if len(set(calls_of.values())) == 1:  # within the same public call
         calls_of = {each.rank: str(each) for each in (mine, *theirs)}
@@ -174,15 +174,12 @@ def _key(rank: int) -> str:
 
 
 def pack(mine: Waiting) -> bytes:
-    """A record as it is in the store."""
+    """Return a record as it is in the store."""
     return json.dumps({**vars(mine), "answers": [(rank, *answer) for rank, answer in mine.answers.items()]}).encode()
 
 
 def unpack(rank: int, text: bytes) -> Waiting | None:
-    """The record of a rank in the store; None without one, and for any other text.
-
-    Whoever reaches the store's port can write there.
-    """
+    """Return the record of a rank in the store; None for other text: whoever reaches its port can write there."""
     found = json_input.parse(text, _RECORD) if 0 < len(text) <= _MOST_BYTES else None
     if found is None or found["rank"] != rank:
         return None
@@ -201,7 +198,7 @@ _made: collections.Counter[Sequence[int]] = collections.Counter()
 
 
 def key_of(member: Member, world_ranks: Sequence[int]) -> Any:
-    """Not collective. The key of a communicator: its ranks, and how many communicators of these came before it."""
+    """Not collective. Return the key of a communicator: its ranks, and how many of these came before it."""
     _made[world_ranks] += 1
     key = (hashlib.blake2b(repr(world_ranks).encode(), digest_size=8).hexdigest(), _made[world_ranks])
     register(key, member)
@@ -214,7 +211,7 @@ def register(key: Any, member: Member) -> None:
 
 
 def same_call(gathered: Sequence[tuple[str, Any]]) -> list[Any]:
-    """The values of pairs (public call, value) from all ranks.
+    """Return the values of pairs (public call, value) from all ranks.
 
     Raises:
         DifferentCallsError: the calls differ. On all ranks.
@@ -231,7 +228,11 @@ def same_call(gathered: Sequence[tuple[str, Any]]) -> list[Any]:
 
 
 class LongWait:
-    """A wait of more than a second. The waiting thread calls ``look`` from time to time."""
+    """A wait of more than a second. The waiting thread calls ``look`` from time to time, and ``end``.
+
+    Attributes:
+        due_s: the length of the wait at which the next look is due.
+    """
 
     def __init__(self, label: str, owner: Any, number: Any) -> None:
         """
@@ -241,18 +242,17 @@ class LongWait:
         """
         self._label = label
         self._ranks: Sequence[int] | None = getattr(owner, "world_ranks", None)
-        self._owner = owner
         self._place = None if number is None else (owner.key, number)
         self._serial = next(_serials)
         self._mine: Waiting | None = None
         self._crossed = False
         self._pause_s = _LOOK_EVERY_S[0]
-        self._log_s = env.wait_log_s()
+        self._log_s = env.wait_log_s() or float("inf")
         self._logged = 0
         self.due_s = LOOK_AFTER_S if self._ranks is not None else self._next_log_s()
 
     def look(self, waited_s: float, rank: int, missing: Sequence[int], *, firm: bool) -> str | None:
-        """Store this rank's record, and read those of missing ranks.
+        """Log the wait when that is due, store this rank's record, and read those of missing ranks.
 
         Args:
             rank: this one, as the owner numbers its ranks, and so the `missing` ones.
@@ -262,16 +262,19 @@ class LongWait:
             Why this wait will never end, None where it may end.
         """
         ranks, reason = self._ranks, None
-        self._note(waited_s, missing if ranks is None else [ranks[each] for each in missing])
+        if ranks is not None:
+            rank, missing = ranks[rank], [ranks[each] for each in missing]
+        events.ring.begin_wait(time.time() - waited_s, self._label, calls.current(), missing)
         if ranks is not None:
             self.due_s = waited_s + self._pause_s
-            rank, missing = ranks[rank], [ranks[each] for each in missing]
             reason = self._compare(rank, missing, firm)
         if waited_s >= self._next_log_s():
             while waited_s >= self._next_log_s():
                 self._logged += 1
             if len(ranks or ()) <= _MOST_LOGGING or rank == min(set(ranks or ()) - set(missing), default=rank):
-                self._report(waited_s, rank, missing)
+                others = f": {_describe_waits(missing)}" if ranks is not None and missing else ""
+                where, whom = events.described(calls.current(), self._label), named(missing)
+                log.warning("rank %d has waited %.0f s in %s for %s%s", rank, waited_s, where, whom, others)
         if ranks is None:
             self.due_s = self._next_log_s()
         return reason
@@ -283,23 +286,17 @@ class LongWait:
             over = replace(self._mine, over=True, crossed=self._crossed) if failed else None
             _board.exchange(self._mine.rank, over, ())
 
-    def _note(self, waited_s: float, missing: Sequence[int]) -> None:
-        events.ring.begin_wait(time.time() - waited_s, self._label, calls.current(), missing)
+    def others(self, missing: Sequence[int]) -> str:
+        """Describe the waits of missing ranks of the owner, for messages."""
+        return "" if self._ranks is None else _describe_waits([self._ranks[each] for each in missing])
 
     def _compare(self, rank: int, missing: Sequence[int], firm: bool) -> str | None:
         read, written = _board.read, _board.written
         answers = {peer: (each.serial, _called(each.place)) for peer, each in read.items() if peer in missing}
         earlier = self._mine.answers if self._mine is not None else {}
-        mine = Waiting(
-            rank,
-            self._serial,
-            calls.current(),
-            self._label,
-            self._place,
-            tuple(missing[:_MOST_READ]),
-            firm and self._place is not None,
-            {**earlier, **answers},
-        )
+        firm = firm and self._place is not None
+        awaited, answers = tuple(missing[:_MOST_READ]), {**earlier, **answers}
+        mine = Waiting(rank, self._serial, calls.current(), self._label, self._place, awaited, firm, answers)
         self._mine = mine
         found = [read[peer] for peer in mine.missing if peer in read and crossed(mine, read[peer])]
         crossing = [each for each in found if _raised_with.get(each.rank) != each.serial]
@@ -312,37 +309,27 @@ class LongWait:
         _raised_with.update((each.rank, each.serial) for each in crossing)
         return describe(mine, crossing)
 
-    def others(self, missing: Sequence[int]) -> str:
-        """Describe the waits of missing ranks of the owner, for messages."""
-        return "" if self._ranks is None else self._describe([self._ranks[each] for each in missing])
-
-    def _describe(self, missing: Sequence[int]) -> str:
-        parts = []
-        for rank in missing[:_MOST_READ]:
-            each = _board.read.get(rank)
-            if each is None:
-                parts.append(f"rank {rank} does not wait within hpcfsdp: it computes, or waits elsewhere")
-            elif each.over:
-                parts.append(f"rank {rank} has raised an error in {each}")
-            else:
-                parts.append(f"rank {rank} waits in {each} for {named(each.missing)}")
-        return "; ".join(parts)
-
     def _next_log_s(self) -> float:
-        if not self._log_s:
-            return float("inf")
         last = len(_LOG_AT) - 1
         factor = _LOG_AT[self._logged] if self._logged <= last else _LOG_AT[last] * (self._logged - last + 1)
         return self._log_s * factor
 
-    def _report(self, waited_s: float, rank: int, missing: Sequence[int]) -> None:
-        call = calls.current()
-        where = f"{call} ({self._label})" if call else self._label
-        others = f": {self._describe(missing)}" if self._ranks is not None and missing else ""
-        log.warning("rank %d has waited %.0f s in %s for %s%s", rank, waited_s, where, named(missing), others)
+
+def _describe_waits(missing: Sequence[int]) -> str:
+    parts = []
+    for rank in missing[:_MOST_READ]:
+        each = _board.read.get(rank)
+        if each is None:
+            parts.append(f"rank {rank} does not wait within hpcfsdp: it computes, or waits elsewhere")
+        elif each.over:
+            parts.append(f"rank {rank} has raised an error in {each}")
+        else:
+            parts.append(f"rank {rank} waits in {each} for {named(each.missing)}")
+    return "; ".join(parts)
 
 
 def named(ranks: Sequence[int]) -> str:
+    """Name the ranks that are missing, in messages."""
     if not ranks:
         return "other ranks"
     shown = ", ".join(map(str, sorted(ranks)[:_MOST_READ]))
@@ -350,7 +337,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def _called(place: Place | None) -> str | None:
-    """This rank's call at a place where another rank waits."""
+    """Return this rank's call at a place where another rank waits."""
     if place is None:
         return UNKNOWN
     key, number = place

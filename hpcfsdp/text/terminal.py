@@ -107,6 +107,6 @@ def members(text: str) -> set[int]:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """Return {3} as "rank 3", and {0, 1} as "ranks 0-1"."""
+    """Return {3} as "rank 3", and {0, 1, 4} as "ranks 0-1, 4"."""
     numbers = list(numbers)
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {spans(numbers)}"
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {spans(numbers).replace(',', ', ')}"

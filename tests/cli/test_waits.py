@@ -10,8 +10,8 @@ import copy, itertools, logging, os, sys, time
 import torch, torch.nn as nn
 import hpcfsdp
 from hpcfsdp import checkpoint
-from hpcfsdp.comm import waits
 from hpcfsdp.comm.mpi.communicator import MpiCommunicator
+from hpcfsdp.hang import waits
 from hpcfsdp.launch.topology import Topology
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP, ShardedGradScaler
 from hpcfsdp.wrap import ModuleWrapPolicy

@@ -49,7 +49,7 @@ def test_two_ranks_on_one_gpu_are_a_problem():
     (finding,) = rank_findings.judge_devices([[0, 1, 2]], [gpu_row("a"), gpu_row("b"), gpu_row("a")])
     assert (finding.level, finding.what) == (
         "problem",
-        "ranks 0,2 on n1 share one device, which NCCL and its like refuse",
+        "ranks 0, 2 on n1 share one device, which NCCL and its like refuse",
     )
     assert "--gpus-per-task=1" in finding.hint
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from hpcfsdp.hang import events
-from hpcfsdp.hang.events import NBYTES, CurrentWait, Ring
+from hpcfsdp.hang.events import NBYTES, CurrentWait, EventRing
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def memory():
 
 @pytest.fixture
 def ring(memory):
-    ring = Ring()
+    ring = EventRing()
     ring.move_to(memory)
     return ring
 
@@ -54,7 +54,7 @@ def test_long_texts_are_cut(ring, memory, text):
 
 
 def test_events_before_the_move_come_along(memory):
-    ring = Ring()
+    ring = EventRing()
     ring.note(events.CALL, "hpcfsdp.init")
     ring.move_to(memory)
     ring.note(events.CALL, "forward")

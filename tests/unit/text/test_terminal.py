@@ -73,4 +73,4 @@ def test_spans_are_written_and_read(numbers, text):
 
 def test_ranks_are_named():
     assert ranks([2]) == "rank 2"
-    assert ranks(number for number in (0, 1, 4)) == "ranks 0-1,4"
+    assert ranks(number for number in (0, 1, 4)) == "ranks 0-1, 4"
