@@ -7,9 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcfsdp.checkpoint.format.access import unreadable
+from hpcfsdp.checkpoint.format.access import is_checkpoint, is_hdf5, unreadable
 from hpcfsdp.checkpoint.format.catalog import checkpoint_files
-from hpcfsdp.checkpoint.format.file_kind import is_checkpoint, is_hdf5
 from hpcfsdp.checkpoint.format.parts import is_part
 from hpcfsdp.cli.printing import print_note
 from hpcfsdp.errors import CheckpointError

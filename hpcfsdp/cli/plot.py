@@ -11,9 +11,9 @@ from typing import Any
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
-from hpcfsdp.checkpoint.inspect import pictures, plots
+from hpcfsdp.checkpoint.inspect import plots, plots as pictures
+from hpcfsdp.checkpoint.inspect.elements import nbytes_of
 from hpcfsdp.checkpoint.inspect.names import tensors_matching
-from hpcfsdp.checkpoint.inspect.walk import nbytes_of
 from hpcfsdp.cli.arguments import Parser, number_in, paths_and_patterns
 from hpcfsdp.cli.folders import checkpoints_in
 from hpcfsdp.cli.printing import print_json, print_line

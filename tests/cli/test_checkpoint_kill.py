@@ -19,7 +19,7 @@ sys.path.insert(0, sys.argv[1])
 import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.saving.single import write_alone
+from hpcfsdp.checkpoint.saving.writer import write_alone
 from tests.disks import Killing, Watched, using
 
 SPECS = [TensorSpec("model/w", (7, 13), "float32"), TensorSpec("model/v", (3,), "bfloat16")]

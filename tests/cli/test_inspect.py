@@ -282,7 +282,7 @@ def test_json_has_no_bare_nan(command, tmp_path):
     import numpy as np
 
     from hpcfsdp.checkpoint.format.schema import TensorSpec
-    from hpcfsdp.checkpoint.saving.single import write_alone
+    from hpcfsdp.checkpoint.saving.writer import write_alone
 
     def refuse(constant):
         raise AssertionError(f"{constant} is no JSON")
@@ -315,7 +315,7 @@ def changed(saved, tmp_path):
     """A copy with another last element of ``model/1.counts``, of step 8."""
     from hpcfsdp.checkpoint import open_index
     from hpcfsdp.checkpoint.format.reader import BlockReader
-    from hpcfsdp.checkpoint.saving.single import write_alone
+    from hpcfsdp.checkpoint.saving.writer import write_alone
 
     index = open_index(saved)
 
@@ -596,7 +596,7 @@ def large(tmp_path_factory):
     import numpy as np
 
     from hpcfsdp.checkpoint.format.schema import TensorSpec
-    from hpcfsdp.checkpoint.saving.single import write_alone
+    from hpcfsdp.checkpoint.saving.writer import write_alone
 
     path = tmp_path_factory.mktemp("large") / "a.h5"
     yield write_alone(

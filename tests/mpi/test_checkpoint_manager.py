@@ -18,7 +18,7 @@ from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.manager import retention
 from hpcfsdp.checkpoint.saving import pending
-from hpcfsdp.checkpoint.saving.staging import Ring
+from hpcfsdp.checkpoint.saving.pending import StagingRing
 from hpcfsdp.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -284,7 +284,7 @@ def test_more_bytes_than_the_ring_holds_go_through_it(comm, shared_path, monkeyp
     model, optimizer = wide(comm)
     checkpoint.save(shared_path / "now.h5", model=model, optimizer=optimizer, step=1)
     sizes, deepest = [], [0]
-    made, put = Ring.__init__, Ring.put
+    made, put = StagingRing.__init__, StagingRing.put
 
     def note_size(self, nbytes, **options):
         sizes.append(nbytes)
@@ -295,8 +295,8 @@ def test_more_bytes_than_the_ring_holds_go_through_it(comm, shared_path, monkeyp
         deepest[0] = max(deepest[0], self._head - self._tail)
         return taken
 
-    monkeypatch.setattr(Ring, "__init__", note_size)
-    monkeypatch.setattr(Ring, "put", note_depth)
+    monkeypatch.setattr(StagingRing, "__init__", note_size)
+    monkeypatch.setattr(StagingRing, "put", note_depth)
     with checkpoint.CheckpointManager(shared_path, asynchronous=True, staging_bytes=CAP) as manager:
         for step in (1, 2):
             path = manager.save(step, model=model, optimizer=optimizer)
@@ -314,8 +314,10 @@ def test_more_bytes_than_the_ring_holds_go_through_it(comm, shared_path, monkeyp
 
 
 def test_a_ring_is_no_larger_than_what_there_is_to_save(comm, shared_path, trained, monkeypatch):
-    sizes, made = [], Ring.__init__
-    monkeypatch.setattr(Ring, "__init__", lambda self, nbytes, **options: sizes.append(nbytes) or made(self, nbytes))
+    sizes, made = [], StagingRing.__init__
+    monkeypatch.setattr(
+        StagingRing, "__init__", lambda self, nbytes, **options: sizes.append(nbytes) or made(self, nbytes)
+    )
     with checkpoint.CheckpointManager(shared_path, asynchronous=True) as manager:
         manager.save(1, model=trained[0])
     total = sum(comm.all_gather_object(sum(sizes)))

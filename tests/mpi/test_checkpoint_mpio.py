@@ -87,8 +87,10 @@ def test_long_tensors_take_several_calls(comm, shared_path, one_date, monkeypatc
     real = content.plan_save
     monkeypatch.setattr(content, "plan_save", lambda tensors, ranks: real(tensors, ranks, 1 << 10))
     calls = []
-    call = mpio._Blocks._blocks
-    monkeypatch.setattr(mpio._Blocks, "_blocks", lambda self, *args: calls.append(args[0]) or call(self, *args))
+    call = mpio._CollectiveBlocks._blocks
+    monkeypatch.setattr(
+        mpio._CollectiveBlocks, "_blocks", lambda self, *args: calls.append(args[0]) or call(self, *args)
+    )
     model = FullyShardedDataParallel(Kinds())
     written, expected = both(shared_path, model=model)
     assert written == expected

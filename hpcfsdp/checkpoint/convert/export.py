@@ -139,7 +139,7 @@ def _to_safetensors(
         common[GROUPS_KEY] = schema.to_json(selection.groups).decode()
         common[SCALARS_KEY] = schema.to_json(selection.scalars).decode()
     heads: dict[Path, bytes] = {}
-    entries: dict[Path, list[safetensors.Entry]] = {}
+    entries: dict[Path, list[safetensors.TensorEntry]] = {}
     with_prefix = {outside_name(path): path for path in selection.tensors}
     for number, (path, shard) in enumerate(zip(paths, shards, strict=True)):
         here = {name for name, _ in shard}
@@ -185,7 +185,7 @@ def write_tensors(
     reader: BlockReader,
     paths: Mapping[str, str],
     head: bytes,
-    entries: Iterable[safetensors.Entry],
+    entries: Iterable[safetensors.TensorEntry],
     fd: int,
     step: Step,
 ) -> None:

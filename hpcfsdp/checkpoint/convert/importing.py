@@ -14,12 +14,12 @@ from hpcfsdp.checkpoint.convert import safetensors
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES
 from hpcfsdp.checkpoint.convert.output import Progress, absolute, check_absent, no_progress, reading
 from hpcfsdp.checkpoint.convert.safetensors_source import open_safetensors
-from hpcfsdp.checkpoint.convert.source import Source
+from hpcfsdp.checkpoint.convert.source import ImportSource
 from hpcfsdp.checkpoint.format.access import naming_errors
 from hpcfsdp.checkpoint.format.disk import check_regular
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.plan import check_names
-from hpcfsdp.checkpoint.saving.single import write_alone
+from hpcfsdp.checkpoint.saving.writer import write_alone
 from hpcfsdp.errors import CheckpointError, UsageError
 
 _STEPS = np.iinfo(np.int64)
@@ -147,7 +147,7 @@ def _format_of(path: Path, kind: str | None) -> str:
     raise UsageError(f"{path}: the name does not determine the format: give --format {'|'.join(FORMATS)}")
 
 
-def _opened(kind: str, path: Path, optimizer: bool) -> contextlib.AbstractContextManager[Source]:
+def _opened(kind: str, path: Path, optimizer: bool) -> contextlib.AbstractContextManager[ImportSource]:
     if kind == "safetensors":
         return open_safetensors(path, optimizer=optimizer)
     from hpcfsdp.checkpoint.convert import torch_source  # loads torch, which safetensors do without

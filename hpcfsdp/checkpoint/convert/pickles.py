@@ -1,4 +1,4 @@
-"""Bounds the number of objects that a pickle unfolds to. Pure; executes nothing.
+"""Bounds the objects of pickles, and reads the metadata of a ``torch.distributed.checkpoint`` folder. Executes nothing.
 
 A pickle may use an object any number of times. Forty tuples, each with the previous one twice, are a hundred bytes;
 traversing, printing or hashing them never ends.
@@ -6,12 +6,32 @@ traversing, printing or hashing them never ends.
 
 from __future__ import annotations
 
+import importlib
 import io
+import math
+import os
+import pickle
 import pickletools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hpcfsdp.errors import CheckpointError
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
+from hpcfsdp.checkpoint.format import disk, schema
+from hpcfsdp.checkpoint.format.access import LEAST_ROOM_BYTES, ROOM_PER_BYTE, MemoryBudget, open_file
+from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
+from hpcfsdp.params.layout import Box
+from hpcfsdp.reshard.boxes import whole_box
+from hpcfsdp.reshard.tiling import find_fault, find_outside
 
 UNFOLDED_PER_OBJECT = 100
 """Into how many objects a pickle may unfold for each that it makes, besides ``UNFOLDED_LEAST``."""
@@ -29,7 +49,7 @@ _ADDS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
 """What adds to an object that is there."""
 
 
-class _Shared:
+class _SharedObject:
     """An object that a pickle uses more than once:
 
     `own` counts its objects that are used once, `parts` has the others.
@@ -40,7 +60,7 @@ class _Shared:
         self.unfolded: int | None = None
 
 
-_Object = int | _Shared
+_Object = int | _SharedObject
 """How many objects it is; or one that is used again."""
 
 
@@ -72,11 +92,11 @@ def _used(stream: io.BufferedIOBase, most: int) -> tuple[set[int], int]:
     return used, count
 
 
-def _uses(stream: io.BufferedIOBase, used: set[int], count: int) -> _Shared:
+def _uses(stream: io.BufferedIOBase, used: set[int], count: int) -> _SharedObject:
     """All objects that a pickle fetches from its memo, once for each fetch."""
     stack: list[_Object | None] = []  # None: a mark
-    memo: dict[int, _Shared] = {}
-    uses, places = _Shared(), 0
+    memo: dict[int, _SharedObject] = {}
+    uses, places = _SharedObject(), 0
     try:
         for opcode, argument, _ in pickletools.genops(stream):
             name = opcode.name
@@ -121,7 +141,7 @@ def _step(stack: list[_Object | None], opcode: Any) -> None:
 
 def _joined(holder: _Object, parts: list[_Object]) -> _Object:
     """An object with others inside."""
-    if isinstance(holder, int) and any(isinstance(part, _Shared) for part in parts):
+    if isinstance(holder, int) and any(isinstance(part, _SharedObject) for part in parts):
         holder = _shared(holder)
     for part in parts:
         if isinstance(holder, int):
@@ -133,17 +153,17 @@ def _joined(holder: _Object, parts: list[_Object]) -> _Object:
     return holder
 
 
-def _shared(found: _Object) -> _Shared:
-    if isinstance(found, _Shared):
+def _shared(found: _Object) -> _SharedObject:
+    if isinstance(found, _SharedObject):
         return found
-    shared = _Shared()
+    shared = _SharedObject()
     shared.own = found
     return shared
 
 
-def _unfolded(whole: _Shared, most: int) -> int:
+def _unfolded(whole: _SharedObject, most: int) -> int:
     """The number of objects, each counted once for each use, up to `most` + 1; raises ValueError for a cycle."""
-    path: list[tuple[_Shared, Iterator[_Shared]]] = [(whole, iter(whole.parts))]
+    path: list[tuple[_SharedObject, Iterator[_SharedObject]]] = [(whole, iter(whole.parts))]
     inside = {id(whole)}
     while path:
         found, parts = path[-1]
@@ -165,3 +185,178 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "it asks for more memory than there is"
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+_MOST_CORNERS = 1 << 22
+"""Of the pieces of a tensor, that are compared: hundreds of megabytes. Torch cuts along few dimensions."""
+
+_MOST_COMPRESSED = 1000
+"""Bytes that one compressed byte can become: about zstd's factor for repeated numbers."""
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Reads and checks the metadata of a folder. Raises CheckpointError where they name foreign classes or are missing,
+    CheckpointCorruptError where they are damaged or name files outside the folder.
+    """
+    path = folder / METADATA_NAME
+    try:
+        with open_file(path) as fd:
+            nbytes = disk.size(fd)
+            MemoryBudget.of_file(fd).claim(2 * nbytes)
+            data = bytearray(nbytes)
+            disk.read(fd, memoryview(data), 0)
+        stream = io.BytesIO(data)
+        check_pickle(stream, sum(info.stat().st_blocks * 512 for info in os.scandir(folder)))
+        stream.seek(0)
+        found = _MetadataUnpickler(stream).load()
+        _check(found, folder)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # damaged bytes lead pickle to any kind of error
+        raise CheckpointCorruptError(f"{path}: damaged: {first_line(error)}") from error
+    return found
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Finds only the classes that metadata of torch.distributed.checkpoint consist of."""
+
+    _MODULES = (
+        "torch.distributed.checkpoint.metadata",
+        "torch.distributed.checkpoint.filesystem",
+        "torch.distributed.checkpoint.planner",
+    )
+    _NAMES = (
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+        ("pathlib._local", "PosixPath"),
+        ("builtins", "set"),
+        ("builtins", "frozenset"),
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._NAMES:
+            return getattr(importlib.import_module(module), name)
+        if module in self._MODULES:
+            found = getattr(importlib.import_module(module), name, None)
+            # Records alone: a reader or writer there could open files.
+            is_own_class = isinstance(found, type) and found.__module__ == module
+            if is_own_class and (hasattr(found, "__dataclass_fields__") or hasattr(found, "__members__")):
+                return found
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointError(
+            f"{METADATA_NAME} asks for {module}.{name}, which torch.distributed.checkpoint does not write: hpcfsdp "
+            "executes no code from a file"
+        )
+
+
+def _check(found: Any, folder: Path) -> None:
+    """Raises unless all parts have the types that torch writes. Only checked parts are used afterwards."""
+    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, Mapping):
+        raise ValueError("it describes no state dict")
+    storage = found.storage_data
+    if not isinstance(storage, Mapping):
+        raise ValueError("it does not list its files")
+    lengths: dict[str, int] = {}
+    compressed: set[str] = set()
+    for index, info in storage.items():
+        name = getattr(info, "relative_path", None)
+        if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
+            raise ValueError("its list of files is not by names of entries")
+        sizes = getattr(info, "offset", None), getattr(info, "length", None)
+        if not (isinstance(name, str) and all(type(size) is int and 0 <= size < 1 << 62 for size in sizes)):
+            raise ValueError(f"it does not list the file and bytes of {index.fqn!r}")
+        lengths[name] = lengths.get(name, 0) + info.length
+        if getattr(info, "transform_descriptors", None):
+            compressed.add(name)
+    for name, nbytes in lengths.items():
+        _check_file(folder, name, nbytes)
+    _check_places(found.planner_data)
+    for key, described in found.state_dict_metadata.items():
+        if not isinstance(key, str):
+            raise ValueError("the name of an entry is no text")
+        if isinstance(described, TensorStorageMetadata):
+            _check_tensor(key, described, storage, compressed)
+        elif not isinstance(described, BytesStorageMetadata):
+            raise ValueError(f"{key!r} is described by a {type(described).__name__}")
+
+
+def _check_file(folder: Path, name: str, nbytes: int) -> None:
+    """Raises unless the name stays in the folder, and the file there has about as many bytes as the metadata claim."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+        raise ValueError(f"it names the file {name!r}, which is not in its folder")
+    path = folder / name
+    if not os.path.lexists(path):  # files that are not needed may be missing
+        return
+    with open_file(path) as fd:
+        MemoryBudget.of_file(fd).claim(nbytes)
+
+
+def _check_places(places: Any) -> None:
+    """Raises unless these are paths into a state dict, by entry name."""
+    if places is None or not isinstance(places, Mapping):
+        return
+    for key, place in places.items():
+        keys = place if isinstance(place, tuple) else ()
+        if not keys or len(keys) > schema.MOST_LEVELS or not all(type(part) in (str, int) for part in keys):
+            raise ValueError(f"{key if isinstance(key, str) else type(key)!r} has no path into a state dict")
+
+
+def _check_tensor(
+    key: str, described: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any], compressed: set[str]
+) -> None:
+    """Raises unless a tensor has about as many bytes in files as the metadata claim, and its pieces tile it."""
+    size, chunks = described.size, described.chunks
+    if not isinstance(size, torch.Size) or not isinstance(chunks, list):
+        raise ValueError(f"{key!r} is described by no sizes and pieces")
+    if len(size) > schema.MOST_DIMENSIONS or not isinstance(getattr(described.properties, "dtype", None), torch.dtype):
+        raise ValueError(f"{key!r} has {len(size)} dimensions and no dtype; there are {schema.MOST_DIMENSIONS} at most")
+    if any(length < 0 for length in size):
+        raise ValueError(f"{key!r} has the sizes {list(size)}")
+    infos = {id(info): info for info in _infos(key, size, chunks, storage)}.values()
+    stored = sum(info.length * (_MOST_COMPRESSED if info.relative_path in compressed else 1) for info in infos)
+    nbytes = math.prod(size) * described.properties.dtype.itemsize
+    if nbytes > LEAST_ROOM_BYTES + ROOM_PER_BYTE * stored:
+        raise ValueError(f"{key!r} of {list(size)} would have {nbytes} bytes, and {stored} are in its files")
+    _check_pieces(key, size, [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks])
+
+
+def _check_pieces(key: str, size: torch.Size, boxes: list[Box]) -> None:
+    """Raises unless the pieces with elements tile the tensor: torch would leave gaps uninitialized."""
+    boxes = [box for box in boxes if 0 not in box.sizes]
+    if boxes == [whole_box(size)]:
+        return
+    outside = find_outside(size, boxes)
+    if outside is not None:
+        raise ValueError(f"{key!r} has a piece, {_placed(boxes[outside])}, that is not within {list(size)}")
+    if len(boxes) << len(size) > _MOST_CORNERS:
+        return
+    fault = find_fault(size, boxes)
+    if fault is not None and fault.is_gap:
+        raise ValueError(f"{key!r} of {list(size)} has no piece with element {list(fault.element)}")
+    if fault is not None:
+        one, other = (_placed(boxes[number]) for number in fault.blocks)
+        raise ValueError(f"pieces of {key!r}, {one} and {other}, overlap: both have element {list(fault.element)}")
+
+
+def _placed(box: Box) -> str:
+    return f"{list(box.sizes)} from {list(box.offsets)} on"
+
+
+def _infos(key: str, size: torch.Size, chunks: list[Any], storage: Mapping[MetadataIndex, Any]) -> Iterator[Any]:
+    """The storage records of a tensor's pieces."""
+    for chunk in chunks:
+        if not (
+            isinstance(chunk, ChunkStorageMetadata)
+            and isinstance(chunk.offsets, torch.Size)
+            and isinstance(chunk.sizes, torch.Size)
+            and len(chunk.offsets) == len(chunk.sizes) == len(size)
+        ):
+            raise ValueError(f"{key!r} has a piece that is described by no offsets and sizes")
+        info = storage.get(MetadataIndex(key, chunk.offsets))
+        if info is not None:
+            yield info

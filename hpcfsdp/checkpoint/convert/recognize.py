@@ -36,7 +36,7 @@ class Stored:
 
 
 @dataclass
-class Parts:
+class SortedParts:
     """A sorted checkpoint.
 
     Attributes:
@@ -58,7 +58,7 @@ class Parts:
         return [TensorSpec(path, stored.shape, stored.dtype) for path, stored in self.tensors.items()]
 
 
-def sort_out(tree: Any, *, optimizer: bool = True) -> Parts:
+def sort_out(tree: Any, *, optimizer: bool = True) -> SortedParts:
     """Sorts a tree of dicts, lists, values and ``Stored``; what is neither model nor optimizer becomes ``extra``.
 
     The tree is a model's state dict, an optimizer's state dict, or a dict with either or both and further values.
@@ -66,7 +66,7 @@ def sort_out(tree: Any, *, optimizer: bool = True) -> Parts:
     """
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"holds a {type(tree).__name__}, not a dict: {_KNOWN}")
-    parts = Parts()
+    parts = SortedParts()
     if not optimizer:
         if _is_optimizer(tree):
             raise CheckpointError("holds an optimizer's state alone, which --no-optimizer leaves out")
@@ -139,7 +139,7 @@ def _check_not_flattened(key: str, value: Any) -> None:
         )
 
 
-def _add_model(parts: Parts, model: Mapping[Any, Any], others: dict[Any, Any]) -> None:
+def _add_model(parts: SortedParts, model: Mapping[Any, Any], others: dict[Any, Any]) -> None:
     first: dict[Hashable, str] = {}
     for name, value in model.items():
         if not isinstance(value, Stored):
@@ -154,7 +154,7 @@ def _add_model(parts: Parts, model: Mapping[Any, Any], others: dict[Any, Any]) -
         parts.tensors[path] = value
 
 
-def _add_optimizer(parts: Parts, optimizer: Mapping[str, Any]) -> None:
+def _add_optimizer(parts: SortedParts, optimizer: Mapping[str, Any]) -> None:
     parts.extra |= {key: _fetched(value) for key, value in optimizer.items() if key not in ("state", "param_groups")}
     names, parts.groups = _named_groups(optimizer["param_groups"])
     parts.scalars = {}
@@ -172,7 +172,7 @@ def _add_optimizer(parts: Parts, optimizer: Mapping[str, Any]) -> None:
             _add_state(parts, fqn, key, value)
 
 
-def _add_state(parts: Parts, fqn: str, key: Any, value: Any) -> None:
+def _add_state(parts: SortedParts, fqn: str, key: Any, value: Any) -> None:
     if not isinstance(key, str) or "/" in key:
         raise CheckpointError(
             f"the optimizer's state of {fqn!r} has the key {key!r}: it must be a name without /; {_ALONE}"

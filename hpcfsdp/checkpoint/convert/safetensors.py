@@ -53,7 +53,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file: its name, torch's name of its dtype, its shape, and where its bytes begin in the file."""
 
     name: str
@@ -66,7 +66,9 @@ class Entry:
         return math.prod(self.shape) * schema.numpy_dtype(self.dtype).itemsize
 
 
-def pack(tensors: Sequence[tuple[str, schema.TensorSpec]], metadata: Mapping[str, str]) -> tuple[bytes, list[Entry]]:
+def pack(
+    tensors: Sequence[tuple[str, schema.TensorSpec]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[TensorEntry]]:
     """The first bytes of a file, and the tensors in the order in which they follow.
 
     Wide elements come first, which aligns every tensor to its element size. Raises CheckpointError for a dtype or name
@@ -93,11 +95,13 @@ def pack(tensors: Sequence[tuple[str, schema.TensorSpec]], metadata: Mapping[str
             f"the header would have {len(text)} bytes, readers take {MAX_HEADER_BYTES}: use --shard-bytes"
         )
     begin = _LENGTH.size + len(text)
-    entries = [Entry(name, spec.dtype, spec.shape, begin + header[name]["data_offsets"][0]) for name, spec in order]
+    entries = [
+        TensorEntry(name, spec.dtype, spec.shape, begin + header[name]["data_offsets"][0]) for name, spec in order
+    ]
     return _LENGTH.pack(len(text)) + text, entries
 
 
-def parse(nbytes: int, read: Callable[[int, int], bytes]) -> tuple[list[Entry], dict[str, str]]:
+def parse(nbytes: int, read: Callable[[int, int], bytes]) -> tuple[list[TensorEntry], dict[str, str]]:
     """The tensors of a file in the order of their bytes, and its metadata. `read` takes an offset and a length.
 
     Raises ValueError for damage, CheckpointError for a dtype that checkpoints do not support.
@@ -140,7 +144,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(name: str, value: Any, begin: int) -> Entry:
+def _entry(name: str, value: Any, begin: int) -> TensorEntry:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name!r} is not described as a tensor")
     code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -148,7 +152,7 @@ def _entry(name: str, value: Any, begin: int) -> Entry:
         raise ValueError(f"{name!r} has the shape {shape!r} and the dtype {code!r} at {offsets!r}")
     if code not in _DTYPES:
         raise CheckpointError(f"{name!r} has dtype {code}, which checkpoints do not support")
-    entry = Entry(name, _DTYPES[code], tuple(shape), begin + offsets[0])
+    entry = TensorEntry(name, _DTYPES[code], tuple(shape), begin + offsets[0])
     if offsets[1] - offsets[0] != entry.nbytes:
         raise ValueError(f"{name!r} of shape {shape} and dtype {code} has {offsets[1] - offsets[0]} bytes")
     return entry

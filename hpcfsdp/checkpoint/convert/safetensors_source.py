@@ -12,25 +12,25 @@ import numpy as np
 
 from hpcfsdp.checkpoint.convert import safetensors
 from hpcfsdp.checkpoint.convert.export import GROUPS_KEY, SCALARS_KEY, STEP_KEY
-from hpcfsdp.checkpoint.convert.safetensors import Entry
-from hpcfsdp.checkpoint.convert.source import Source
+from hpcfsdp.checkpoint.convert.safetensors import TensorEntry
+from hpcfsdp.checkpoint.convert.source import ImportSource
 from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.access import MemoryBudget, naming_errors, open_file, read_bytes
-from hpcfsdp.checkpoint.format.json_types import check_optimizer
 from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.format.small_values import check_optimizer
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 _OPTIM = f"{schema.OPTIM_STATE}/"
 
 
 @contextlib.contextmanager
-def open_safetensors(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
+def open_safetensors(path: Path, *, optimizer: bool = True) -> Iterator[ImportSource]:
     """Opens a file ``*.safetensors``, a folder of them, or the files of an index.
 
     Metadata describe tied tensors as ``safetensors.torch.save_model`` and ``export_checkpoint`` write them. Without
     `optimizer`, its state is left out.
     """
-    places: dict[str, tuple[int, Entry]] = {}
+    places: dict[str, tuple[int, TensorEntry]] = {}
     metadata: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         for part, expected in _parts(path).items():
@@ -53,7 +53,7 @@ def open_safetensors(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
             return elements
 
         specs = [TensorSpec(name, entry.shape, entry.dtype) for name, (_, entry) in by_path.items()]
-        source = _with_metadata(path, Source(specs, read), metadata)
+        source = _with_metadata(path, ImportSource(specs, read), metadata)
         if not optimizer:
             source.specs = [spec for spec in source.specs if not spec.path.startswith(_OPTIM)]
             source.groups = source.scalars = None
@@ -98,7 +98,7 @@ def _listed(path: Path) -> dict[Path, set[str] | None]:
     return dict(parts)
 
 
-def _header(fd: int, path: Path) -> tuple[list[Entry], dict[str, str]]:
+def _header(fd: int, path: Path) -> tuple[list[TensorEntry], dict[str, str]]:
     budget = MemoryBudget.of_file(fd)
 
     def read(begin: int, nbytes: int) -> bytes:
@@ -126,7 +126,7 @@ def _path_of(name: str, metadata: Mapping[str, str]) -> str:
     return name if GROUPS_KEY in metadata and name.startswith(_OPTIM) else f"{schema.MODEL}/{name}"
 
 
-def _with_metadata(path: Path, source: Source, metadata: Mapping[str, str]) -> Source:
+def _with_metadata(path: Path, source: ImportSource, metadata: Mapping[str, str]) -> ImportSource:
     known = {spec.path for spec in source.specs}
     rest: dict[str, Any] = {}
     try:

@@ -11,12 +11,12 @@ import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.saving.single import Elements
+from hpcfsdp.checkpoint.saving.writer import Elements
 from hpcfsdp.errors import CheckpointError, nearest
 
 
 @dataclass
-class Source:
+class ImportSource:
     """The content of a checkpoint that an import writes.
 
     Attributes:

@@ -4,22 +4,112 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
+import os
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hpcfsdp.checkpoint.convert.mapped import MappedTensors
 from hpcfsdp.checkpoint.convert.output import Step, new_files, new_folder
 from hpcfsdp.checkpoint.convert.recognize import STEP_KEY
 from hpcfsdp.checkpoint.convert.selection import MODEL, OPTIM, Selection
 from hpcfsdp.checkpoint.format import disk
+from hpcfsdp.checkpoint.format.access import open_file
 from hpcfsdp.checkpoint.format.index import CheckpointIndex
+from hpcfsdp.checkpoint.format.reader import BlockReader
+from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointError
+
+_ALIGNMENT = 64
+
+
+class MappedTensors:
+    """Read-only tensors over mapped pages; a context manager, after which they must not be used.
+
+    ``open`` verifies all checksums. Tensors that are not contiguous in this one file are copied into a temporary file.
+    """
+
+    def __init__(self, index: CheckpointIndex, specs: Iterable[TensorSpec], spool_folder: Path) -> None:
+        """Touches no disk. `spool_folder` has room for the temporary file."""
+        self._index, self._specs = index, list(specs)
+        self._spool_folder = spool_folder
+        self._maps: list[mmap.mmap] = []
+        self._places: dict[str, tuple[int, int]] = {}
+        self._stack = contextlib.ExitStack()
+
+    def open(self, step: Step) -> MappedTensors:
+        """Verifies and maps the tensors; raises as ``BlockReader``. Returns the object itself, for ``with``."""
+        with contextlib.ExitStack() as stack:
+            reader = stack.enter_context(BlockReader(self._index))
+            fd = stack.enter_context(open_file(self._index.info.path, self._index.footer))
+            spool = stack.enter_context(tempfile.TemporaryFile(dir=self._spool_folder))
+            end = 0
+            for spec in self._specs:
+                begin = self._begin_of(spec)
+                if begin is None:
+                    end += -end % _ALIGNMENT
+                    self._places[spec.path] = 1, end
+                else:
+                    self._places[spec.path] = 0, begin
+                for block in reader.blocks(spec.path):
+                    if begin is None:
+                        disk.write(spool.fileno(), [memoryview(block.view(np.uint8))], end)
+                        end += block.nbytes
+                    step(block.nbytes)
+            self._maps = [_map(fd, stack), _map(spool.fileno(), stack)] if end else [_map(fd, stack)]
+            self._stack = stack.pop_all()
+        return self
+
+    def __enter__(self) -> MappedTensors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def tensor(self, path: str) -> torch.Tensor:
+        """A tensor by its own path, read-only."""
+        spec = self._index.tensors[path]
+        dtype = getattr(torch, spec.dtype)
+        if not spec.numel:
+            return torch.empty(spec.shape, dtype=dtype)
+        which, offset = self._places[path]
+        pages = self._maps[which]
+        with warnings.catch_warnings():  # that its memory cannot be written to
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.frombuffer(pages, dtype=dtype, count=spec.numel, offset=offset).view(spec.shape)
+
+    def release(self) -> None:
+        """Drops the pages that have been read from this process's memory."""
+        for pages in self._maps:
+            pages.madvise(mmap.MADV_DONTNEED)
+
+    def _begin_of(self, spec: TensorSpec) -> int | None:
+        """The first byte of a tensor in the file; None unless it is contiguous there."""
+        rows = self._index.rows_of(spec.path)
+        begins = np.unique(rows["byte_offset"].astype(np.int64) - rows["start"].astype(np.int64) * spec.itemsize)
+        return int(begins[0]) if len(begins) == 1 and not rows["file"].any() else None
+
+
+def _map(fd: int, stack: contextlib.ExitStack) -> mmap.mmap:
+    pages = mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ)
+    stack.callback(_unmap, pages)
+    return pages
+
+
+def _unmap(pages: mmap.mmap) -> None:
+    with contextlib.suppress(BufferError):  # a tensor over it is alive: it goes with the last one
+        pages.close()
+
 
 METADATA_NAME = ".metadata"
 
@@ -51,7 +141,7 @@ def to_dcp(index: CheckpointIndex, selection: Selection, target: Path, force: bo
         specs = (index.resolve(path) for path in selection.tensors)
         with MappedTensors(index, specs, folder.parent).open(step) as mapped, _quiet():
             writer = dcp.FileSystemWriter(folder)
-            planner = _Planner(mapped.release, step)
+            planner = _ReleasingPlanner(mapped.release, step)
             try:
                 dcp.save(_state_dict(index, selection, mapped), storage_writer=writer, planner=planner, no_dist=True)
             except CheckpointException as error:
@@ -116,7 +206,7 @@ class _Sink:
         """Nothing waits to be written."""
 
 
-class _Planner(dcp.DefaultSavePlanner):
+class _ReleasingPlanner(dcp.DefaultSavePlanner):
     """Gives the tensors of the state dict one by one, and releases the pages of the previous one."""
 
     def __init__(self, release: Callable[[], None], step: Step) -> None:

@@ -18,10 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from hpcfsdp.checkpoint.convert.dcp_metadata import read_metadata
-from hpcfsdp.checkpoint.convert.pickles import check_pickle, first_line
-from hpcfsdp.checkpoint.convert.recognize import OPTIM_KEYS, Parts, Stored, alike, sort_out
-from hpcfsdp.checkpoint.convert.source import Source
+from hpcfsdp.checkpoint.convert.pickles import check_pickle, first_line, read_metadata
+from hpcfsdp.checkpoint.convert.recognize import OPTIM_KEYS, SortedParts, Stored, alike, sort_out
+from hpcfsdp.checkpoint.convert.source import ImportSource
 from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
 from hpcfsdp.checkpoint.format import disk
 from hpcfsdp.checkpoint.format.access import MemoryBudget, naming_errors, open_file
@@ -35,7 +34,7 @@ _MEND = (
 
 
 @contextlib.contextmanager
-def open_pt(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
+def open_pt(path: Path, *, optimizer: bool = True) -> Iterator[ImportSource]:
     """Opens a file of ``torch.save``; its tensors stay in the file until they are read.
 
     A file of the format before torch 1.6 is read whole. Raises CheckpointError for content that only executing it could
@@ -76,7 +75,7 @@ def check_torch_file(stream: Any, budget: MemoryBudget, nbytes: int) -> None:
 
 
 @contextlib.contextmanager
-def open_dcp(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
+def open_dcp(path: Path, *, optimizer: bool = True) -> Iterator[ImportSource]:
     """Opens a folder of ``torch.distributed.checkpoint``; at most one tensor and one piece of it are in memory.
 
     Raises as ``open_pt``. Without `optimizer`, its state is not read.
@@ -100,7 +99,7 @@ def open_dcp(path: Path, *, optimizer: bool = True) -> Iterator[Source]:
     yield _source(parts)
 
 
-def _source(parts: Parts) -> Source:
+def _source(parts: SortedParts) -> ImportSource:
     last: list[tuple[str, np.ndarray]] = []
 
     def read(spec: TensorSpec, start: int, numel: int) -> np.ndarray:
@@ -112,7 +111,7 @@ def _source(parts: Parts) -> Source:
         # A copy: blocks that wait to be written must not keep whole tensors in memory.
         return last[0][1][start * spec.itemsize : (start + numel) * spec.itemsize].copy()
 
-    return Source(parts.specs(), read, parts.links, parts.groups, parts.scalars, parts.extra, parts.step)
+    return ImportSource(parts.specs(), read, parts.links, parts.groups, parts.scalars, parts.extra, parts.step)
 
 
 def _stored(value: Any, place: str, budget: MemoryBudget, level: int = 0) -> Any:
@@ -219,7 +218,7 @@ class _Reader(dcp.FileSystemReader):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # about loading in one process
             try:
-                planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+                planner = _RestrictedPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
                 dcp.load(state, storage_reader=self, planner=planner, no_dist=True)
             except CheckpointException as error:
                 first = next(iter(error.failures.values()))[0]
@@ -274,7 +273,7 @@ class _Slice(io.RawIOBase):
         return got
 
 
-class _Planner(dcp.DefaultLoadPlanner):
+class _RestrictedPlanner(dcp.DefaultLoadPlanner):
     """torch's planner with a restricted unpickler of values."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:

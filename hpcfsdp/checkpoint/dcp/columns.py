@@ -1,6 +1,4 @@
-"""Plans columns exchanged for rows: ranks with short runs of a tensor send them to each other, and write whole rows.
-
-Pure; ``row_exchange`` does it.
+"""Exchanges columns for rows: ranks with short runs of a tensor send them to each other, and write whole rows.
 
 A rank that has columns of a matrix would write a short run for each row, into places next to those of other ranks.
 File systems need a call for each run, and let one rank write at a time.
@@ -10,14 +8,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from hpcfsdp import _compat
+from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.plan import SavePlan, box_blocks
+from hpcfsdp.comm import Communicator
 from hpcfsdp.params.layout import Box
 
 _SHORT_RUN_BYTES = 64 << 10
@@ -34,7 +37,7 @@ _ROUND_BYTES = 16 << 20
 """Most bytes of rows that a rank has in memory at a time, unless its rows of one tensor are more."""
 
 
-class Part(NamedTuple):
+class ItemBox(NamedTuple):
     """What a rank has of a tensor. `tensor` is a number in the plan, `item` one among what the rank saves."""
 
     tensor: int
@@ -43,7 +46,7 @@ class Part(NamedTuple):
     box: Box
 
 
-class Piece(NamedTuple):
+class SentBox(NamedTuple):
     """Elements that one rank sends to another, or to itself.
 
     Attributes:
@@ -58,7 +61,7 @@ class Piece(NamedTuple):
     within: Box
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """Consecutive elements of a tensor that one rank writes, from `start` on, as an array of these sizes."""
 
     tensor: int
@@ -67,12 +70,12 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Round:
+class ExchangeRound:
     """What a rank does in one exchange. The pieces for, and of, each peer are in the same order on both."""
 
-    sent: tuple[Piece, ...] = ()
-    received: tuple[Piece, ...] = ()
-    rows: tuple[Rows, ...] = ()
+    sent: tuple[SentBox, ...] = ()
+    received: tuple[SentBox, ...] = ()
+    rows: tuple[RowRange, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As numbers: a rank may get tens of thousands of pieces, which would take pickle longer than the exchange."""
@@ -85,7 +88,7 @@ def _packed(one: int, other: int, *tuples: tuple[int, ...]) -> list[int]:
     return [one, other, len(tuples[0]), *itertools.chain(*tuples)]
 
 
-def _unpacked(sent: np.ndarray, received: np.ndarray, rows: np.ndarray) -> Round:
+def _unpacked(sent: np.ndarray, received: np.ndarray, rows: np.ndarray) -> ExchangeRound:
     def parts(packed: np.ndarray, count: int) -> Iterator[tuple[int, int, list[tuple[int, ...]]]]:
         numbers, at = packed.tolist(), 0
         while at < len(numbers):
@@ -94,8 +97,8 @@ def _unpacked(sent: np.ndarray, received: np.ndarray, rows: np.ndarray) -> Round
             yield one, other, [tuple(numbers[begin:end]) for begin, end in itertools.pairwise(ends)]
             at = ends[-1]
 
-    sides = [tuple(Piece(peer, place, Box(*box)) for peer, place, box in parts(side, 2)) for side in (sent, received)]
-    return Round(*sides, tuple(Rows(tensor, start, sizes) for tensor, start, [sizes] in parts(rows, 1)))
+    sides = [tuple(SentBox(peer, place, Box(*box)) for peer, place, box in parts(side, 2)) for side in (sent, received)]
+    return ExchangeRound(*sides, tuple(RowRange(tensor, start, sizes) for tensor, start, [sizes] in parts(rows, 1)))
 
 
 def columns_of(plan: SavePlan) -> set[int]:
@@ -108,7 +111,7 @@ def columns_of(plan: SavePlan) -> set[int]:
     return set(np.flatnonzero((ranks > 1) & (runs > ranks) & (nbytes < runs * _SHORT_RUN_BYTES)).tolist())
 
 
-def plan_rounds(plan: SavePlan, parts: Iterable[Part]) -> tuple[SavePlan, list[tuple[Round, ...]]]:
+def plan_rounds(plan: SavePlan, parts: Iterable[ItemBox]) -> tuple[SavePlan, list[tuple[ExchangeRound, ...]]]:
     """A plan in which ranks write rows of tensors, and the rounds of each rank before. Pure.
 
     Ranks that have parts of a tensor divide its rows equally. All ranks have equally many rounds. In the new plan a
@@ -117,7 +120,7 @@ def plan_rounds(plan: SavePlan, parts: Iterable[Part]) -> tuple[SavePlan, list[t
     Args:
         parts: of the tensors to exchange, which they tile.
     """
-    of_tensors: dict[int, list[Part]] = {}
+    of_tensors: dict[int, list[ItemBox]] = {}
     for part in parts:
         of_tensors.setdefault(part.tensor, []).append(part)
     rounds: list[dict[int, _Growing]] = []
@@ -140,7 +143,7 @@ def plan_rounds(plan: SavePlan, parts: Iterable[Part]) -> tuple[SavePlan, list[t
     kept = plan.blocks[~np.isin(plan.blocks["tensor"], exchanged)]
     # A rank's tensors are in the order of its rounds: both ascend.
     made = SavePlan(plan.specs, np.concatenate([kept, *blocks]), plan.links, plan.num_ranks)
-    nothing = Round()
+    nothing = ExchangeRound()
     return made, [
         tuple(now[rank].done() if rank in now else nothing for now in rounds) for rank in range(plan.num_ranks)
     ]
@@ -167,7 +170,7 @@ class _Cut:
     writers: list[int]
 
     @classmethod
-    def of(cls, spec: TensorSpec, parts: Sequence[Part], turn: int) -> _Cut | None:
+    def of(cls, spec: TensorSpec, parts: Sequence[ItemBox], turn: int) -> _Cut | None:
         """None if parts would have to be divided among too many ranks. In turn another rank writes a small tensor."""
         shape, ranks = spec.shape, sorted({part.rank for part in parts})
         cut = [any(part.box.sizes[dim] != size for part in parts) for dim, size in enumerate(shape)]
@@ -186,12 +189,12 @@ class _Cut:
         """Elements of a row."""
         return math.prod(self.spec.shape[self.lead :])
 
-    def add_to(self, now: dict[int, _Growing], tensor: int, parts: Iterable[Part]) -> list[np.ndarray]:
+    def add_to(self, now: dict[int, _Growing], tensor: int, parts: Iterable[ItemBox]) -> list[np.ndarray]:
         """Adds rows and pieces to a round; the blocks of the rows."""
         places, blocks = [], []
         for number, rank in enumerate(self.writers):
             begin, end = number * self.chunk, min((number + 1) * self.chunk, self.rows)
-            rows = Rows(tensor, begin * self.row_numel, (end - begin, *self.spec.shape[self.lead :]))
+            rows = RowRange(tensor, begin * self.row_numel, (end - begin, *self.spec.shape[self.lead :]))
             mine = now.setdefault(rank, _Growing()).rows
             places.append(len(mine))
             mine.append(rows)
@@ -205,8 +208,8 @@ class _Cut:
                 sizes, to = (end - first, *box.sizes[1:]), self.writers[number]
                 sent = Box((first - box.offsets[0], *(0 for _ in sizes[1:])), sizes)
                 arrived = Box((first - base, *box.offsets[1:]), sizes)
-                now.setdefault(part.rank, _Growing()).sent.append(Piece(to, part.item, sent))
-                now[to].received.append(Piece(part.rank, places[number], arrived))
+                now.setdefault(part.rank, _Growing()).sent.append(SentBox(to, part.item, sent))
+                now[to].received.append(SentBox(part.rank, places[number], arrived))
         return blocks
 
     def _flat(self, box: Box) -> Box:
@@ -221,18 +224,87 @@ class _Cut:
         return range(box.offsets[0] // self.chunk, -(-end // self.chunk)) if box.numel else range(0)
 
 
-def rows_blocks(spec: TensorSpec, rows: Rows) -> np.ndarray:
+def rows_blocks(spec: TensorSpec, rows: RowRange) -> np.ndarray:
     """The blocks of rows, of ``BLOCK_DTYPE``; tensor and rank are 0."""
     return box_blocks((spec.numel,), Box((rows.start,), (math.prod(rows.sizes),)), spec.itemsize)
 
 
 class _Growing:
-    """A ``Round`` in the making."""
+    """A ``ExchangeRound`` in the making."""
 
     def __init__(self) -> None:
-        self.sent: list[Piece] = []
-        self.received: list[Piece] = []
-        self.rows: list[Rows] = []
+        self.sent: list[SentBox] = []
+        self.received: list[SentBox] = []
+        self.rows: list[RowRange] = []
 
-    def done(self) -> Round:
-        return Round(tuple(self.sent), tuple(self.received), tuple(self.rows))
+    def done(self) -> ExchangeRound:
+        return ExchangeRound(tuple(self.sent), tuple(self.received), tuple(self.rows))
+
+
+class ColumnExchange:
+    """Rounds of one save. Their memory is used again: new pages would take as long as the exchange itself."""
+
+    def __init__(self, comm: Communicator) -> None:
+        """Not collective."""
+        self._comm = comm
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def rows_of(
+        self,
+        round_: ExchangeRound,
+        specs: Sequence[TensorSpec],
+        values_of: Callable[[int], np.ndarray],
+        agree: Callable[[], AbstractContextManager[None]],
+    ) -> list[np.ndarray]:
+        """Collective over `comm`. The rows of a round, each as an array of its sizes, until the next round.
+
+        Args:
+            specs: of the tensors of the round's rows.
+            values_of: the values of an item, of the shape of its box, in ``schema.numpy_dtype`` of its dtype.
+            agree: makes a context that is collective over `comm`: all ranks raise what one has raised in it.
+        """
+        size, rank = self._comm.size, self._comm.rank
+        with agree():
+            kinds = [schema.numpy_dtype(spec.dtype) for spec in specs]
+            rows = self._arrays("rows", [(each.sizes, k) for each, k in zip(round_.rows, kinds, strict=True)])
+            targets: list[list[np.ndarray]] = [[] for _ in range(size)]
+            for peer, number, within in round_.received:
+                targets[peer].append(rows[number][within.slices])
+            sources: list[list[np.ndarray]] = [[] for _ in range(size)]
+            for item, pieces in itertools.groupby(round_.sent, lambda piece: piece.place):
+                values = values_of(item)
+                for piece in pieces:
+                    behind = values.shape[values.ndim + 1 - len(piece.within.sizes) :]
+                    sources[piece.peer].append(values.reshape(-1, *behind)[piece.within.slices])
+            _copy(sources[rank], targets[rank])  # what stays here is no message
+            sources[rank], targets[rank] = [], []
+            sent, places = self._messages("sent", sources)
+            _copy(itertools.chain(*sources), places)
+            sources.clear()
+            received, places = self._messages("received", targets)
+        self._comm.all_to_all(received, sent)
+        _copy(places, itertools.chain(*targets))
+        return rows
+
+    def _messages(
+        self, name: str, of_peers: Sequence[Sequence[np.ndarray]]
+    ) -> tuple[list[torch.Tensor], list[np.ndarray]]:
+        """Memory for a message of each peer's arrays, uint8, 1-D, and the place of each array in it."""
+        places = self._arrays(name, [(array.shape, array.dtype) for of_peer in of_peers for array in of_peer])
+        sizes = [sum(array.nbytes for array in of_peer) for of_peer in of_peers]
+        return list(self._memory[name][: sum(sizes)].split(sizes)), places
+
+    @_compat.outside_of_modes
+    def _arrays(self, name: str, kinds: Sequence[tuple[tuple[int, ...], np.dtype]]) -> list[np.ndarray]:
+        """Arrays of these shapes and dtypes, one after the other in the memory `name`."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
+        if name not in self._memory or self._memory[name].numel() < sum(sizes):
+            self._memory.pop(name, None)  # not both at a time
+            self._memory[name] = torch.empty(sum(sizes), dtype=torch.uint8)
+        parts = self._memory[name][: sum(sizes)].split(sizes) if sizes else ()
+        return [part.numpy().view(dtype).reshape(shape) for part, (shape, dtype) in zip(parts, kinds, strict=True)]
+
+
+def _copy(sources: Iterable[np.ndarray], targets: Iterable[np.ndarray]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target[...] = source

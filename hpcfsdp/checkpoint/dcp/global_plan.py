@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import SavePlan as StatePlan, WriteIte
 
 from hpcfsdp.checkpoint.dcp import columns
 from hpcfsdp.checkpoint.format import entry_names as names, schema
-from hpcfsdp.checkpoint.format.entry_names import Entry
+from hpcfsdp.checkpoint.format.entry_names import StateEntry
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, SavePlan, box_blocks, check_names, check_tiling
 from hpcfsdp.errors import CheckpointError
@@ -18,7 +18,7 @@ from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.tiling import find_outside
 
 
-def plan_entries(plans: Sequence[StatePlan]) -> dict[str, Entry]:
+def plan_entries(plans: Sequence[StatePlan]) -> dict[str, StateEntry]:
     """Chooses a place for all planned entries, by name."""
     paths: dict[str, Any] = {}
     for plan in plans:
@@ -44,7 +44,7 @@ def _checked_path(name: str, path: Any) -> names.Path:
     return (name,)
 
 
-def plan_tensors(plans: Sequence[StatePlan], entries: Mapping[str, Entry]) -> tuple[SavePlan, dict[str, int]]:
+def plan_tensors(plans: Sequence[StatePlan], entries: Mapping[str, StateEntry]) -> tuple[SavePlan, dict[str, int]]:
     """The plan of all ranks' blocks, and by the name of an entry the number of its tensor."""
     specs: dict[str, TensorSpec] = {}
     blocks, owners = [np.empty(0, BLOCK_DTYPE)], {}
@@ -77,7 +77,7 @@ def plan_tensors(plans: Sequence[StatePlan], entries: Mapping[str, Entry]) -> tu
 
 def plan_exchange(
     plans: Sequence[StatePlan], plan: SavePlan, tensors: Mapping[str, int]
-) -> tuple[SavePlan, list[tuple[columns.Round, ...]]]:
+) -> tuple[SavePlan, list[tuple[columns.ExchangeRound, ...]]]:
     """A plan of longer runs, and the exchanges of each rank before; see ``columns``.
 
     Args:
@@ -87,7 +87,7 @@ def plan_exchange(
     is_group = [spec.path.startswith(f"{names.GROUP_TENSORS}/") for spec in plan.specs]
     chosen = {tensor for tensor in columns.columns_of(plan) if not is_group[tensor]}
     parts = [
-        columns.Part(tensors[item.index.fqn], rank, number, box_of(item))
+        columns.ItemBox(tensors[item.index.fqn], rank, number, box_of(item))
         for rank, of_rank in enumerate(plans)
         for number, item in enumerate(of_rank.items)
         if item.tensor_data is not None and tensors[item.index.fqn] in chosen
@@ -95,7 +95,7 @@ def plan_exchange(
     return columns.plan_rounds(plan, parts)
 
 
-def _spec(item: WriteItem, entry: Entry) -> TensorSpec:
+def _spec(item: WriteItem, entry: StateEntry) -> TensorSpec:
     dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
     if not schema.supported(dtype):
         raise CheckpointError(f"{entry.dataset!r} has dtype {dtype}, which checkpoints do not support: convert it")

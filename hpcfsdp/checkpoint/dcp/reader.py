@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from hpcfsdp.checkpoint.format import entry_names as names
-from hpcfsdp.checkpoint.format.entry_names import Entry, Names, Request
+from hpcfsdp.checkpoint.format.entry_names import EntryNames, EntryRequest, StateEntry
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.plain_values import from_plain
 from hpcfsdp.checkpoint.format.reader import BlockReader
@@ -52,7 +52,7 @@ class HDF5Reader(StorageReader):
             verify: compare the bytes with their checksums.
         """
         self._path, self._verify = path, verify
-        self._opened: tuple[CheckpointIndex, Request] | None = None
+        self._opened: tuple[CheckpointIndex, EntryRequest] | None = None
         self._failure: CheckpointError | None = None
 
     @classmethod
@@ -77,13 +77,15 @@ class HDF5Reader(StorageReader):
             if self._path is None:
                 raise CheckpointError("no path: give one to HDF5Reader, or as checkpoint_id to torch's load")
             index = open_index(Path(os.path.abspath(os.path.expanduser(self._path))))
-            known = Names(_entries(index))
+            known = EntryNames(_entries(index))
         except CheckpointError as error:
             self._failure = error
             return Metadata(_Unreadable(error))
-        request = Request(known, lambda one, other: _describe(index, one) == _describe(index, other))
+        request = EntryRequest(known, lambda one, other: _describe(index, one) == _describe(index, other))
         self._opened = index, request
-        return Metadata(_Found(known, request, index), {name: entry.path for name, entry in known.entries.items()})
+        return Metadata(
+            _FileDescription(known, request, index), {name: entry.path for name, entry in known.entries.items()}
+        )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises CheckpointError if the file could not be read, see ``open_index``. Not collective."""
@@ -134,7 +136,7 @@ class HDF5Reader(StorageReader):
         future.set_result(None)
         return future
 
-    def _settled(self, plan: LoadPlan) -> dict[str, Entry]:
+    def _settled(self, plan: LoadPlan) -> dict[str, StateEntry]:
         """The entry of each name of a plan."""
         index, request = self._index()
         wanted = [item.storage_index.fqn for item in plan.items]
@@ -147,7 +149,7 @@ class HDF5Reader(StorageReader):
                 raise CheckpointMismatchError(f"{index.info.path}: holds no {name!r}")
         return entries
 
-    def _index(self) -> tuple[CheckpointIndex, Request]:
+    def _index(self) -> tuple[CheckpointIndex, EntryRequest]:
         if self._opened is None:
             self.read_metadata()
         if self._failure is not None:
@@ -156,13 +158,13 @@ class HDF5Reader(StorageReader):
         return self._opened
 
 
-def _entries(index: CheckpointIndex) -> list[Entry]:
+def _entries(index: CheckpointIndex) -> list[StateEntry]:
     if index.state_dict is not None:
-        return [Entry.from_json(entry) for entry in index.state_dict]
+        return [StateEntry.from_json(entry) for entry in index.state_dict]
     return names.native_entries([*index.tensors, *index.links], index.param_groups, index.scalars, index.extra)
 
 
-def value_of(index: CheckpointIndex, entry: Entry) -> Any:
+def value_of(index: CheckpointIndex, entry: StateEntry) -> Any:
     """The value of an entry without tensor."""
     if entry.kind == names.SCALAR:
         return from_plain((index.scalars or {})[str(entry.place[0])], entry.types)
@@ -171,10 +173,10 @@ def value_of(index: CheckpointIndex, entry: Entry) -> Any:
     )
 
 
-class _Found(dict[str, Any]):
-    """torch's description of the file's content. It also finds entries under other names, see ``Names``."""
+class _FileDescription(dict[str, Any]):
+    """torch's description of the file's content. It also finds entries under other names, see ``EntryNames``."""
 
-    def __init__(self, known: Names, request: Request, index: CheckpointIndex) -> None:
+    def __init__(self, known: EntryNames, request: EntryRequest, index: CheckpointIndex) -> None:
         super().__init__({name: _describe(index, entry) for name, entry in known.entries.items()})
         self._request, self._file = request, index
 
@@ -207,7 +209,7 @@ class _Unreadable(dict[str, Any]):
     __iter__ = __len__ = __contains__ = __getitem__ = keys = values = items = get = _raise
 
 
-def _describe(index: CheckpointIndex, entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
+def _describe(index: CheckpointIndex, entry: StateEntry) -> TensorStorageMetadata | BytesStorageMetadata:
     if entry.kind != names.TENSOR:
         return BytesStorageMetadata()
     spec = index.resolve(entry.dataset)

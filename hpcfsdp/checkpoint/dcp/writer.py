@@ -21,12 +21,11 @@ from torch.distributed.checkpoint.planner import SavePlan as StatePlan, SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from hpcfsdp.checkpoint.dcp.columns import Round, rows_blocks
+from hpcfsdp.checkpoint.dcp.columns import ColumnExchange, ExchangeRound, rows_blocks
 from hpcfsdp.checkpoint.dcp.global_plan import box_of, plan_entries, plan_exchange, plan_tensors
-from hpcfsdp.checkpoint.dcp.row_exchange import Exchange
 from hpcfsdp.checkpoint.format import disk, entry_names as names, schema
 from hpcfsdp.checkpoint.format.catalog import new_token
-from hpcfsdp.checkpoint.format.entry_names import Entry
+from hpcfsdp.checkpoint.format.entry_names import StateEntry
 from hpcfsdp.checkpoint.format.metadata import MetadataImage, build_metadata_image
 from hpcfsdp.checkpoint.format.plain_values import Types, to_plain
 from hpcfsdp.checkpoint.format.schema import TensorSpec
@@ -69,7 +68,7 @@ class Assignment:
     places: tuple[tuple[TensorSpec, int] | None, ...]
     num_ranks: int
     exchanged: frozenset[int] = frozenset()
-    rounds: tuple[Round, ...] | None = None
+    rounds: tuple[ExchangeRound, ...] | None = None
     rows: Mapping[int, tuple[TensorSpec, int]] = dataclasses.field(default_factory=dict)
 
 
@@ -91,13 +90,13 @@ class Written:
 
 
 @dataclasses.dataclass
-class _Pending:
+class _PlannedFile:
     """The coordinator's state between planning and ``finish``."""
 
     temporary: TemporaryFile
     plan: SavePlan
     items: list[tuple[MetadataIndex, ...]]
-    entries: dict[str, Entry]
+    entries: dict[str, StateEntry]
     attributes: Mapping[str, Any]
     metadata_image: MetadataImage
 
@@ -134,7 +133,7 @@ class HDF5Writer(StorageWriter):
         """
         self._path = path
         self._step, self._extra, self._config = operator.index(step), dict(extra or {}), config
-        self._pending: _Pending | None = None
+        self._pending: _PlannedFile | None = None
         self._discard: weakref.finalize[..., Any] | None = None
         self._whole: list[WriteItem] = []  # what this rank has, also if the planner lets another rank write it
 
@@ -185,7 +184,7 @@ class HDF5Writer(StorageWriter):
             entries = plan_entries(plans)
             small_values(self._kept_with(entries, {}), self._config)
             plan, tensors = plan_tensors(plans, entries)
-            rounds: list[tuple[Round, ...]] = []
+            rounds: list[tuple[ExchangeRound, ...]] = []
             # On these ranks, and no others: they can talk to each other.
             if [each.storage_data for each in plans] == [(rank, len(plans)) for rank in range(len(plans))]:
                 plan, rounds = plan_exchange(plans, plan, tensors)
@@ -200,7 +199,7 @@ class HDF5Writer(StorageWriter):
                 self._abandon()
                 raise
         items = [tuple(item.index for item in plan.items) for plan in plans]
-        self._pending = _Pending(temporary, plan, items, entries, attributes, metadata_image)
+        self._pending = _PlannedFile(temporary, plan, items, entries, attributes, metadata_image)
         messages = []
         for rank, (own, indices) in enumerate(zip(plans, items, strict=True)):
             known = [tensors.get(index.fqn) for index in indices]
@@ -271,7 +270,7 @@ class HDF5Writer(StorageWriter):
         self._keep()
 
     def _small_values(
-        self, entries: Mapping[str, Entry], results: Iterable[WriteResult]
+        self, entries: Mapping[str, StateEntry], results: Iterable[WriteResult]
     ) -> dict[str, np.ndarray | bytes]:
         """The small datasets, with the values that ranks have reported."""
         entries = dict(entries)
@@ -299,7 +298,7 @@ class HDF5Writer(StorageWriter):
         small[schema.STATE_DICT] = schema.to_json([entry.to_json() for entry in entries.values()])
         return small
 
-    def _kept_with(self, entries: Mapping[str, Entry], values: Mapping[str, Any]) -> dict[str, Any]:
+    def _kept_with(self, entries: Mapping[str, StateEntry], values: Mapping[str, Any]) -> dict[str, Any]:
         """The file's `extra`: values of entries, by name, and those given to this object. Raises where they clash."""
         found: dict[Any, Any] = {}
         for name, entry in entries.items():
@@ -363,7 +362,7 @@ def _write_items(
             written |= _write_own(fd, items, own, assignment, planner)
         row_sums = b""
         if comm is not None:
-            exchange, values_of = Exchange(comm), functools.partial(_values_of, items, assignment, planner)
+            exchange, values_of = ColumnExchange(comm), functools.partial(_values_of, items, assignment, planner)
             for round_ in assignment.rounds or ():
                 specs = [assignment.rows[rows.tensor][0] for rows in round_.rows]
                 arrays = exchange.rows_of(round_, specs, values_of, agree)
@@ -424,7 +423,7 @@ def _write_own(
     return found
 
 
-def _write_rows(fd: int, round_: Round, arrays: Sequence[np.ndarray], assignment: Assignment) -> bytes:
+def _write_rows(fd: int, round_: ExchangeRound, arrays: Sequence[np.ndarray], assignment: Assignment) -> bytes:
     """Writes the rows of a round; the checksums of their blocks, uint64, as bytes."""
     places = [assignment.rows[rows.tensor] for rows in round_.rows]
     specs, offsets = [spec for spec, _ in places], [offset for _, offset in places]
@@ -454,7 +453,7 @@ def _digest(item: WriteItem, planner: SavePlanner) -> Any:
     return digest((written.value, written.types))
 
 
-def _compare(pending: _Pending, digests: Sequence[Mapping[str, Any]]) -> None:
+def _compare(pending: _PlannedFile, digests: Sequence[Mapping[str, Any]]) -> None:
     """Raises CheckpointError for a value that ranks have differently: the planner has chosen one of them.
 
     Statistics of a model, and parameters that ranks train on their own, are one rank's in all files.

@@ -37,7 +37,7 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StateEntry:
     """An entry of a state dict and its place in the file.
 
     Attributes:
@@ -64,14 +64,14 @@ class Entry:
         return {"path": list(self.path), self.kind: list(self.place), **types}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Entry:
+    def from_json(cls, found: Mapping[str, Any]) -> StateEntry:
         """Undo ``to_json``."""
         [kind] = set(found) - {"path", "types"}
         types = tuple((tuple(path), kind) for path, kind in found.get("types", ()))
         return cls(tuple(found["path"]), kind, tuple(found[kind]), types)
 
 
-def place_entries(tensors: Mapping[str, Path], values: Mapping[str, Path]) -> dict[str, Entry]:
+def place_entries(tensors: Mapping[str, Path], values: Mapping[str, Path]) -> dict[str, StateEntry]:
     """Chooses a place for each entry, by name. `tensors` has the paths of tensors, `values` of all other entries.
 
     Raises CheckpointError, naming the entry, for a key that a file cannot contain.
@@ -80,7 +80,7 @@ def place_entries(tensors: Mapping[str, Path], values: Mapping[str, Path]) -> di
     outer = _outer(everyone)
     renamed = not any(path[outer] == "optim" for path in everyone)
     plain = all(len(path) == outer + 1 for path in tensors.values())
-    entries: dict[str, Entry] = {}
+    entries: dict[str, StateEntry] = {}
     places: dict[Path, str] = {}
     for name, path in tensors.items():
         place = _tensor_place(name, _standard(path[outer:], renamed), plain)
@@ -88,7 +88,7 @@ def place_entries(tensors: Mapping[str, Path], values: Mapping[str, Path]) -> di
             raise CheckpointError(
                 f"the state dict's {places[place]!r} and {name!r} would both be stored at {dotted(place)!r}: rename one"
             )
-        entries[name] = Entry(path, TENSOR, place)
+        entries[name] = StateEntry(path, TENSOR, place)
     for name, path in values.items():
         entries[name] = _value_entry(path, _standard(path[outer:], renamed))
     return entries
@@ -121,15 +121,15 @@ def _tensor_place(name: str, path: Path, plain: bool) -> Path:
     return path
 
 
-def _value_entry(path: Path, inner: Path) -> Entry:
+def _value_entry(path: Path, inner: Path) -> StateEntry:
     match inner:
         case ("optim", "param_groups", int(), str()):
-            return Entry(path, GROUP, inner[2:])
+            return StateEntry(path, GROUP, inner[2:])
         case ("optim", "state", str(fqn), str(key)):
-            return Entry(path, SCALAR, (f"{fqn}/{key}",))
+            return StateEntry(path, SCALAR, (f"{fqn}/{key}",))
         case ("extra", _, *_):
-            return Entry(path, EXTRA, inner[1:])
-    return Entry(path, EXTRA, inner)
+            return StateEntry(path, EXTRA, inner[1:])
+    return StateEntry(path, EXTRA, inner)
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -180,36 +180,37 @@ def native_entries(
     groups: list[dict[str, Any]] | None,
     scalars: Mapping[str, Any] | None,
     extra: Mapping[str, Any],
-) -> list[Entry]:
+) -> list[StateEntry]:
     """The entries of a file of ``hpcfsdp.checkpoint.save``: dicts ``model``, ``optim`` and ``extra``."""
-    found = [Entry(tuple(path.split("/")), TENSOR, tuple(path.split("/"))) for path in tensors]
+    found = [StateEntry(tuple(path.split("/")), TENSOR, tuple(path.split("/"))) for path in tensors]
     for number, group in enumerate(groups or ()):
-        found += [Entry(("optim", "param_groups", number, key), GROUP, (number, key)) for key in group]
+        found += [StateEntry(("optim", "param_groups", number, key), GROUP, (number, key)) for key in group]
     for name in scalars or {}:
-        found.append(Entry(("optim", "state", *name.rsplit("/", 1)), SCALAR, (name,)))
-    found += [Entry(("extra", *path), EXTRA, path) for path, _ in leaves(extra) if path]
+        found.append(StateEntry(("optim", "state", *name.rsplit("/", 1)), SCALAR, (name,)))
+    found += [StateEntry(("extra", *path), EXTRA, path) for path, _ in leaves(extra) if path]
     return found
 
 
-class Names:
+class EntryNames:
     """The entries of a file under all names that state dicts may use for them.
 
     Outer keys may differ from the saved ones: ``weight`` and ``model.weight`` can be the same parameter, ``optim`` and
     ``optimizer`` the same dict, and a dict around model and optimizer may be missing. But without outer keys
-    ``model.weight`` can also be the parameter of a module "model": only all names together decide, see ``Request``.
+    ``model.weight`` can also be the parameter of a module "model": only all names together decide; see
+    ``EntryRequest``.
 
     Attributes:
         entries: by the saved name.
         mappings: functions from a name to an entry or None: first by the saved names, then by other outer keys.
     """
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[StateEntry]) -> None:
         self.entries = {dotted(entry.path): entry for entry in entries}
         everyone = list(self.entries.values())
         outer = _outer([entry.path for entry in everyone])
         inner = _once((_with_optim(dotted(entry.path[outer:])), entry) for entry in everyone)
         standard = _once((_standard_name(entry), entry) for entry in everyone)
-        self.mappings: tuple[Callable[[str], Entry | None], ...] = (
+        self.mappings: tuple[Callable[[str], StateEntry | None], ...] = (
             self.entries.get,
             lambda name: inner.get(_with_optim(name)),
             lambda name: standard.get(_with_optim(name)),
@@ -217,16 +218,16 @@ class Names:
         )
 
 
-class Request:
-    """The entries that a load asks for. One of the mappings of ``Names`` must fit all names together."""
+class EntryRequest:
+    """The entries that a load asks for. One of the mappings of ``EntryNames`` must fit all names together."""
 
-    def __init__(self, names: Names, alike: Callable[[Entry, Entry], bool]) -> None:
+    def __init__(self, names: EntryNames, alike: Callable[[StateEntry, StateEntry], bool]) -> None:
         """`alike`: whether two entries look the same to a planner, by shape and dtype of tensors."""
         self._names, self._alike = names, alike
         self._possible = list(names.mappings)  # those that have found every name so far
-        self._answers: dict[str, Entry | None] = {}
+        self._answers: dict[str, StateEntry | None] = {}
 
-    def find(self, name: str) -> Entry | None:
+    def find(self, name: str) -> StateEntry | None:
         """An entry that looks like the one of this name;
 
         None without one. Only ``settled`` decides which entry it is.
@@ -236,7 +237,7 @@ class Request:
             self._answers[name] = (self._possible or self._names.mappings)[0](name)
         return self._answers[name]
 
-    def settled(self, names: Iterable[str]) -> dict[str, Entry]:
+    def settled(self, names: Iterable[str]) -> dict[str, StateEntry]:
         """The entries of these names, and of all names of ``find`` that exist.
 
         Raises CheckpointMismatchError where an answer of ``find`` does not hold for all names together.
@@ -266,15 +267,15 @@ class Request:
         )
 
 
-def _one_to_one(mapping: Callable[[str], Entry | None], names: list[str]) -> dict[str, Entry] | None:
+def _one_to_one(mapping: Callable[[str], StateEntry | None], names: list[str]) -> dict[str, StateEntry] | None:
     """The entries of all names, if there are any and no two names share one."""
     found = {name: entry for name in names if (entry := mapping(name)) is not None}
     return found if len(found) == len(names) == len({id(entry) for entry in found.values()}) else None
 
 
-def _once(pairs: Iterable[tuple[str, Entry]]) -> dict[str, Entry]:
+def _once(pairs: Iterable[tuple[str, StateEntry]]) -> dict[str, StateEntry]:
     """A dict of the pairs, without names that occur twice."""
-    found: dict[str, Entry] = {}
+    found: dict[str, StateEntry] = {}
     several = set()
     for name, entry in pairs:
         if found.setdefault(name, entry) is not entry:
@@ -285,7 +286,7 @@ def _once(pairs: Iterable[tuple[str, Entry]]) -> dict[str, Entry]:
 _BEFORE = {TENSOR: (), EXTRA: ("extra",), GROUP: ("optim", "param_groups"), SCALAR: ("optim", "state")}
 
 
-def _standard_name(entry: Entry) -> str:
+def _standard_name(entry: StateEntry) -> str:
     """The name of an entry with outer keys "model" and "optim"."""
     before: Path = _BEFORE[entry.kind]
     if entry.dataset.startswith(f"{GROUP_TENSORS}/"):

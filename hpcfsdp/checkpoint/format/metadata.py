@@ -32,7 +32,7 @@ _KEPT = 2
 
 
 @dataclass(frozen=True)
-class Source:
+class VirtualSource:
     """A part of a tensor that another file stores.
 
     Attributes:
@@ -83,7 +83,7 @@ def build_metadata_image(
     attributes: Mapping[str, Any],
     small: Mapping[str, np.ndarray | bytes],
     *,
-    sources: Mapping[int, Sequence[Source]] | None = None,
+    sources: Mapping[int, Sequence[VirtualSource]] | None = None,
     file_names: Sequence[str] = (),
 ) -> MetadataImage:
     """Has HDF5 lay a file out.
@@ -146,7 +146,7 @@ def _base_of(
     links: tuple[tuple[str, str], ...],
     num_extents: int,
     marks: tuple[tuple[str, np.dtype, tuple[int, ...]], ...],
-    sources: tuple[tuple[int, tuple[Source, ...]], ...],
+    sources: tuple[tuple[int, tuple[VirtualSource, ...]], ...],
     num_files: int,
     longest_name: int,
 ) -> _Base:
@@ -253,7 +253,7 @@ def _create_groups(file: h5py.File, known: set[str], paths: Iterable[str]) -> No
             h5py.h5g.create(file.id, group.encode(), links, layout)
 
 
-def _create_tensor(file: h5py.File, spec: TensorSpec, sources: Sequence[Source]) -> None:
+def _create_tensor(file: h5py.File, spec: TensorSpec, sources: Sequence[VirtualSource]) -> None:
     if len(spec.shape) > schema.MOST_DIMENSIONS:
         raise CheckpointError(
             f"{spec.path} has {len(spec.shape)} dimensions; HDF5 has {schema.MOST_DIMENSIONS} at most: reshape it"
@@ -332,7 +332,7 @@ def _write(file: h5py.File, path: str, value: np.ndarray) -> None:
 
 
 def _create(
-    file: h5py.File, path: str, kind: h5py.h5t.TypeID, shape: tuple[int, ...], sources: Sequence[Source] = ()
+    file: h5py.File, path: str, kind: h5py.h5t.TypeID, shape: tuple[int, ...], sources: Sequence[VirtualSource] = ()
 ) -> h5py.h5d.DatasetID:
     layout = _layout() if sources else _contiguous()
     for source in sources:
@@ -344,7 +344,7 @@ def _space(shape: tuple[int, ...]) -> h5py.h5s.SpaceID:
     return h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
 
 
-def _map(layout: h5py.h5p.PropDCID, path: str, shape: tuple[int, ...], source: Source) -> None:
+def _map(layout: h5py.h5p.PropDCID, path: str, shape: tuple[int, ...], source: VirtualSource) -> None:
     """Maps runs of a virtual dataset to another file."""
     length = sum(end - begin for begin, end in source.runs)
     here, there, done = h5py.h5s.create_simple(shape), h5py.h5s.create_simple((length,)), 0

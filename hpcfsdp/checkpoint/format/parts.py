@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcfsdp.checkpoint.format import disk
+from hpcfsdp.checkpoint.format.access import is_hdf5
 from hpcfsdp.checkpoint.format.catalog import abandoned_partials, was_abandoned
-from hpcfsdp.checkpoint.format.file_kind import is_hdf5
 from hpcfsdp.checkpoint.format.footer import Footer, read_footer
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.errors import CheckpointError

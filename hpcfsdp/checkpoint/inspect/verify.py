@@ -13,13 +13,12 @@ import numpy as np
 from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.access import open_file, open_hdf5, read_bytes, read_file_footer, read_file_regions
 from hpcfsdp.checkpoint.format.disk import reason
-from hpcfsdp.checkpoint.format.extents import elements_in
 from hpcfsdp.checkpoint.format.footer import Footer, packed_bytes
-from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
-from hpcfsdp.checkpoint.format.json_types import odd_hyper_parameters
+from hpcfsdp.checkpoint.format.index import CheckpointIndex, elements_in, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.inspect.walk import Advance, ignore, iter_pieces
+from hpcfsdp.checkpoint.format.small_values import odd_hyper_parameters
+from hpcfsdp.checkpoint.inspect.elements import Advance, ignore, iter_pieces
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
 _TRIES = 5
@@ -27,7 +26,7 @@ _TRIES = 5
 
 
 @dataclass(frozen=True)
-class Fault:
+class Damage:
     """Damage in a file:
 
     `where` is the path of a tensor, group or dataset, empty for the file itself; `what` describes it.
@@ -47,7 +46,7 @@ class Report:
     """
 
     path: Path
-    faults: tuple[Fault, ...]
+    faults: tuple[Damage, ...]
     tensors: int = 0
     nbytes: int = 0
 
@@ -78,7 +77,7 @@ def verify_file(path: str | os.PathLike[str], advance: Advance = ignore) -> Repo
             if attempt == _TRIES - 1:
                 raise
         except CheckpointCorruptError as error:  # its index cannot be read, or it has lost bytes since then
-            return Report(path, (Fault("", _without(path, error)),))
+            return Report(path, (Damage("", _without(path, error)),))
     raise AssertionError("not reached")
 
 
@@ -95,7 +94,7 @@ def _without(path: Path, error: Exception) -> str:
     return str(error).removeprefix(f"{path}: ")
 
 
-def _structure_faults(index: CheckpointIndex, fd: int) -> list[Fault]:
+def _structure_faults(index: CheckpointIndex, fd: int) -> list[Damage]:
     """Compares HDF5's metadata with the tables."""
     try:
         with open_hdf5(fd, index.info.path, index.footer) as file:
@@ -105,72 +104,72 @@ def _structure_faults(index: CheckpointIndex, fd: int) -> list[Fault]:
     except OSError as error:
         if error.errno:
             raise CheckpointError(f"{index.info.path}: cannot be read: {reason(error)}") from error
-        return [Fault("", f"HDF5 cannot read it: {error}")]
+        return [Damage("", f"HDF5 cannot read it: {error}")]
     except Exception as error:  # h5py raises half a dozen types on damaged files
-        return [Fault("", f"HDF5 cannot read it: {str(error) or type(error).__name__}")]
+        return [Damage("", f"HDF5 cannot read it: {str(error) or type(error).__name__}")]
 
 
-def _differences(index: CheckpointIndex, file: h5py.File) -> Iterator[Fault]:
+def _differences(index: CheckpointIndex, file: h5py.File) -> Iterator[Damage]:
     if schema.attribute(file, "committed") != 1:
-        yield Fault("", "is not marked as committed")
+        yield Damage("", "is not marked as committed")
     found = {
         f"{top}/{path}": item for top in (schema.MODEL, schema.OPTIM_STATE) for path, item in _datasets_below(file, top)
     }
     for path in [path for path, item in found.items() if item is None]:
-        yield Fault(path, "is a link to something else, no dataset")
+        yield Damage(path, "is a link to something else, no dataset")
         del found[path]
     others = {path: file.get(path) for path in [*index.tensors, *index.links] if path not in found}
     found |= {path: item for path, item in others.items() if isinstance(item, h5py.Dataset)}
     for path, spec in index.tensors.items():
         if path not in found:
-            yield Fault(path, "is in the table of tensors, but there is no such dataset")
+            yield Damage(path, "is in the table of tensors, but there is no such dataset")
         else:
             yield from _tensor_differences(index, spec, found[path])
     addresses = {path: h5py.h5o.get_info(item.id).addr for path, item in found.items()}
     for alias, path in index.links.items():
         if path in found and addresses.get(alias) != addresses[path]:
-            yield Fault(alias, f"should be an alias of {path}, but is not")
+            yield Damage(alias, f"should be an alias of {path}, but is not")
     for path in found:
         if path not in index.tensors and path not in index.links:
-            yield Fault(path, "is a dataset that is not in the table of tensors")
+            yield Damage(path, "is a dataset that is not in the table of tensors")
     for name in (*index.tensors, *index.links, *index.metrics):
         if not name.isprintable():
-            yield Fault(name, "has characters in its name that cannot be printed")
+            yield Damage(name, "has characters in its name that cannot be printed")
     for what in odd_hyper_parameters(index.param_groups):
-        yield Fault(schema.PARAM_GROUPS, what)
+        yield Damage(schema.PARAM_GROUPS, what)
 
 
-def _tensor_differences(index: CheckpointIndex, spec: TensorSpec, dataset: h5py.Dataset) -> Iterator[Fault]:
+def _tensor_differences(index: CheckpointIndex, spec: TensorSpec, dataset: h5py.Dataset) -> Iterator[Damage]:
     if dataset.shape != spec.shape:
-        yield Fault(spec.path, f"has shape {dataset.shape} in HDF5, and {spec.shape} in the table of tensors")
+        yield Damage(spec.path, f"has shape {dataset.shape} in HDF5, and {spec.shape} in the table of tensors")
         return
     marked = schema.attribute(dataset, schema.DTYPE_ATTRIBUTE)
     marked = None if marked is None else bytes(marked).decode(errors="replace")
     if marked != (spec.dtype if schema.needs_mark(spec.dtype) else None):
-        yield Fault(spec.path, f"is marked as {marked} in HDF5, and {spec.dtype} in the table of tensors")
+        yield Damage(spec.path, f"is marked as {marked} in HDF5, and {spec.dtype} in the table of tensors")
     if dataset.id.get_type() != schema.hdf5_type(spec.dtype):
-        yield Fault(spec.path, f"has another type in HDF5 than {spec.dtype} is written as")
+        yield Damage(spec.path, f"has another type in HDF5 than {spec.dtype} is written as")
     properties = dataset.id.get_create_plist()
     if properties.get_nfilters() or properties.get_layout() not in (h5py.h5d.CONTIGUOUS, h5py.h5d.VIRTUAL):
-        yield Fault(spec.path, "is chunked, compact or filtered in HDF5: its bytes are not at the place in the table")
+        yield Damage(spec.path, "is chunked, compact or filtered in HDF5: its bytes are not at the place in the table")
         return
     rows = index.rows_of(spec.path)
     own = rows[rows["file"] == 0]
     offset = dataset.id.get_offset() if properties.get_layout() == h5py.h5d.CONTIGUOUS else None
     if len(own) and offset is None:
-        yield Fault(spec.path, "has no place in the file for HDF5, and one in the table of extents")
+        yield Damage(spec.path, "has no place in the file for HDF5, and one in the table of extents")
     elif len(own):
         expected = np.uint64(offset) + own["start"] * np.uint64(spec.itemsize)
         if np.any(own["byte_offset"] != expected):
             place = int(np.flatnonzero(own["byte_offset"] != expected)[0])
-            yield Fault(
+            yield Damage(
                 spec.path,
                 f"has its element {int(own['start'][place])} at byte {int(expected[place])} for HDF5, and at "
                 f"{int(own['byte_offset'][place])} in the table of extents",
             )
 
 
-def _gap_faults(index: CheckpointIndex, number: int, footer: Footer, fd: int) -> Iterator[Fault]:
+def _gap_faults(index: CheckpointIndex, number: int, footer: Footer, fd: int) -> Iterator[Damage]:
     """Nonzero bytes that belong to nothing, the first of each gap.
 
     `number` of the file is as in the table of extents.
@@ -192,7 +191,7 @@ def _gap_faults(index: CheckpointIndex, number: int, footer: Footer, fd: int) ->
             if data.count(0) != len(data):
                 where = int(np.flatnonzero(np.frombuffer(data, np.uint8))[0])
                 of = f" of {index.parts[number - 1].name}" if number else ""
-                yield Fault("", f"byte {start + where}{of} belongs to nothing, and is {data[where]} instead of 0")
+                yield Damage("", f"byte {start + where}{of} belongs to nothing, and is {data[where]} instead of 0")
                 break
             start += len(data)
 
@@ -203,7 +202,7 @@ def _path_of(index: CheckpointIndex, number: int) -> Path:
     return Path(os.path.realpath(path)).parent / index.parts[number - 1].name if number else path
 
 
-def _data_faults(index: CheckpointIndex, advance: Advance) -> Iterator[Fault]:
+def _data_faults(index: CheckpointIndex, advance: Advance) -> Iterator[Damage]:
     """Parts that differ from what was written, and runs of elements without their checksum.
 
     Of runs that interleave, only the first: a read of any of them needs all.
@@ -217,15 +216,15 @@ def _data_faults(index: CheckpointIndex, advance: Advance) -> Iterator[Fault]:
                 raise
             except CheckpointError as error:  # a checkpoint that lacks a part is not whole
                 lost.append(number)
-                yield Fault("", str(error))
+                yield Damage("", str(error))
             else:
                 yield from _part_faults(index, number)
         for path in index.tensors:
             if not np.isin(index.rows_of(path)["file"], lost).any():
-                yield from (Fault(path, what) for what in _tensor_faults(index, reader, path, advance))
+                yield from (Damage(path, what) for what in _tensor_faults(index, reader, path, advance))
 
 
-def _part_faults(index: CheckpointIndex, number: int) -> Iterator[Fault]:
+def _part_faults(index: CheckpointIndex, number: int) -> Iterator[Damage]:
     """Damage in a part outside of its elements."""
     path = _path_of(index, number)
     with open_file(path) as fd:
@@ -235,11 +234,11 @@ def _part_faults(index: CheckpointIndex, number: int) -> Iterator[Fault]:
         try:
             read_file_regions(fd, path, footer)
         except CheckpointCorruptError as error:
-            yield Fault("", f"{path.name}: {_without(path, error)}")
+            yield Damage("", f"{path.name}: {_without(path, error)}")
         try:
             yield from _gap_faults(index, number, footer, fd)
         except CheckpointCorruptError as error:
-            yield Fault("", f"{path.name}: {_without(path, error)}")
+            yield Damage("", f"{path.name}: {_without(path, error)}")
 
 
 def _tensor_faults(index: CheckpointIndex, reader: BlockReader, path: str, advance: Advance) -> Iterator[str]:

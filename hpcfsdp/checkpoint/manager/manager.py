@@ -22,9 +22,8 @@ from hpcfsdp.checkpoint.loading.match import check_patterns
 from hpcfsdp.checkpoint.manager import retention
 from hpcfsdp.checkpoint.saving.content import Metrics, SaveArguments, collect_content
 from hpcfsdp.checkpoint.saving.kept_plan import KeptPlan
-from hpcfsdp.checkpoint.saving.pending import PendingSave
+from hpcfsdp.checkpoint.saving.pending import PendingSave, StagingRing
 from hpcfsdp.checkpoint.saving.same_call import GivenPath, compare_calls
-from hpcfsdp.checkpoint.saving.staging import Ring
 from hpcfsdp.checkpoint.saving.temporary import naming_write_errors
 from hpcfsdp.checkpoint.saving.writer import make_temporary_file, save_given, writer_class
 from hpcfsdp.comm import Communicator, of_rank_0, raise_together
@@ -136,7 +135,7 @@ class CheckpointManager:
         self._kept = KeptPlan()
         self._pending: PendingSave | None = None
         self._last: PendingSave | None = None  # its threads may still be running
-        self._ring: Ring | None = None
+        self._ring: StagingRing | None = None
         self._comms: list[tuple[Communicator, Communicator]] = []
         self._swept_s: float | None = None
         self._has_saved = self._warned = self._closed = False
@@ -412,7 +411,7 @@ class CheckpointManager:
         self._comms.append((comm, comm.subgroup(range(comm.size))))
         return self._comms[-1][1]
 
-    def _ring_of(self, nbytes: int, *, pinned: bool) -> Ring:
+    def _ring_of(self, nbytes: int, *, pinned: bool) -> StagingRing:
         """A ring of at most `staging_bytes` that no thread uses."""
         if self._last is not None:
             self._last.wait_for_threads()  # one that has failed on another rank
@@ -420,7 +419,7 @@ class CheckpointManager:
         nbytes = min(nbytes, self._staging_bytes)
         if self._ring is None or self._ring.nbytes < nbytes or self._ring.pinned < pinned:
             self._drop_ring()  # not both at a time
-            self._ring = Ring(nbytes, align=_LINE_BYTES, pinned=pinned)
+            self._ring = StagingRing(nbytes, align=_LINE_BYTES, pinned=pinned)
         return self._ring
 
     def _drop_ring(self) -> None:

@@ -14,13 +14,12 @@ from torch import nn
 
 from hpcfsdp import _compat, accelerator
 from hpcfsdp._version import __version__
-from hpcfsdp.checkpoint.format import extra as extras, schema
-from hpcfsdp.checkpoint.format.extra import leaves_of
+from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.metadata import MetadataImage, build_metadata_image
-from hpcfsdp.checkpoint.format.plain_values import to_plain
+from hpcfsdp.checkpoint.format.plain_values import leaves_of, split_arrays, to_plain
 from hpcfsdp.checkpoint.loading.match import check_patterns, chosen_of, is_chosen
 from hpcfsdp.checkpoint.saving import rng
-from hpcfsdp.checkpoint.saving.kept_plan import KeptPlan, Known, Recalled, Wanted
+from hpcfsdp.checkpoint.saving.kept_plan import KeptPlan, KnownPlan, PlanKey, RecalledPlan
 from hpcfsdp.checkpoint.saving.plan import SavePlan, plan_save
 from hpcfsdp.checkpoint.saving.same_call import compare, compare_leaves
 from hpcfsdp.checkpoint.saving.temporary import BytesOf
@@ -93,19 +92,19 @@ def small_values(
         small[schema.OPTIM_SCALARS] = schema.to_json(dict(scalars or {}))
         found = [{k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in groups]
         plain, types = to_plain("param_groups", found)
-        values, arrays = extras.split_arrays(plain)
+        values, arrays = split_arrays(plain)
         if arrays:
             raise CheckpointError("param_groups of the optimizer hold arrays, or bytes: keep lists in their place")
         small[schema.PARAM_GROUPS] = schema.to_json(values)
         small |= {schema.GROUP_TYPES: schema.to_json(types)} if types else {}
     plain, types = to_plain("extra", dict(extra or {}))
-    values, arrays = extras.split_arrays(plain)
+    values, arrays = split_arrays(plain)
     small[schema.EXTRA_VALUES] = schema.to_json(values)
     types = tuple(each for each in types if each[1] != "tensor")  # which come back as arrays
     small |= {schema.EXTRA_TYPES: schema.to_json(types)} if types else {}
     if module_states:
         kept = {name: list(to_plain(f"the state {name!r}", state)) for name, state in module_states.items()}
-        states, more = extras.split_arrays(kept, first=len(arrays))
+        states, more = split_arrays(kept, first=len(arrays))
         small[schema.MODULE_STATES] = schema.to_json(states)
         arrays |= more
     small |= {f"{schema.EXTRA_ARRAYS}/{name}": array for name, array in arrays.items()}
@@ -166,7 +165,7 @@ class Collected:
 
     content: Content
     tensors: Sequence[StateTensor]
-    recalled: Recalled | None = None
+    recalled: RecalledPlan | None = None
 
     @property
     def is_on_accelerator(self) -> bool:
@@ -194,7 +193,7 @@ def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | N
         kept: of earlier saves; on all ranks or on none. If all ranks recall their plan, it is not made again, and no
             rank looks at each tensor. Else it keeps the new one.
     """
-    wanted = Wanted(given.model, given.optimizer, given.names, comm.size, comm.rank)
+    wanted = PlanKey(given.model, given.optimizer, given.names, comm.size, comm.rank)
     recalled = None if kept is None else kept.recall(wanted)
     if kept is not None and not _all_have(comm, recalled):
         recalled = None
@@ -230,7 +229,7 @@ def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | N
     return Collected(Content(plan, root_attributes(given.step, comm.size), small), named, recalled)
 
 
-def _all_have(comm: Communicator, recalled: Recalled | None) -> bool:
+def _all_have(comm: Communicator, recalled: RecalledPlan | None) -> bool:
     """Whether all ranks recall their plan. Collective over `comm`."""
     found = torch.tensor([recalled is not None], dtype=torch.int64, device=comm.device)
     comm.all_reduce(found, "min")
@@ -314,7 +313,7 @@ def _small_of(
     return small_values(given.extra, given.config, groups, scalars, given.metrics, states)
 
 
-def _small_again(given: SaveArguments, known: Known) -> dict[str, np.ndarray | bytes]:
+def _small_again(given: SaveArguments, known: KnownPlan) -> dict[str, np.ndarray | bytes]:
     """The same, for a known plan: all of its state is in tensors."""
     state, modules = None, {}
     if given.optimizer is not None and known.params is not None:

@@ -71,7 +71,7 @@ class MpioWriter(PosixWriter):
         self._sums = np.zeros(len(own), np.uint64)
         stages = by_buffer(tensors)  # the same on all ranks
         with self._hdf5() as file:
-            writer = _Blocks(plan, own, file, bytes_in_memory(plan, tensors), self._sums)
+            writer = _CollectiveBlocks(plan, own, file, bytes_in_memory(plan, tensors), self._sums)
             with raise_together(comm), naming_write_errors(temporary.path):
                 writer.write(stages.get(None, ()))
             for buffer in buffers_of(tensors):
@@ -105,7 +105,7 @@ class MpioWriter(PosixWriter):
             mpi.Free()
 
 
-class _Blocks:
+class _CollectiveBlocks:
     """Writes this rank's blocks of tensors. All ranks make the same number of calls.
 
     Args:

@@ -16,7 +16,7 @@ import torch
 
 from hpcfsdp import env
 from hpcfsdp.checkpoint.format import disk, schema
-from hpcfsdp.checkpoint.format.metadata import MetadataImage, Source, build_metadata_image
+from hpcfsdp.checkpoint.format.metadata import MetadataImage, VirtualSource, build_metadata_image
 from hpcfsdp.checkpoint.format.parts import part_path
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.content import Content
@@ -32,7 +32,7 @@ virtual dataset names whenever it is read."""
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class NodePart:
     """The content of a node's part file.
 
     Attributes:
@@ -49,7 +49,7 @@ class Part:
     tensors: np.ndarray
 
 
-def divide(plan: SavePlan, topology: Topology, least_bytes: int = LEAST_BYTES) -> list[Part]:
+def divide(plan: SavePlan, topology: Topology, least_bytes: int = LEAST_BYTES) -> list[NodePart]:
     """Divides a plan into parts, one for each node that writes; all else stays in the checkpoint. Pure.
 
     Args:
@@ -65,7 +65,7 @@ def divide(plan: SavePlan, topology: Topology, least_bytes: int = LEAST_BYTES) -
     return [_part(plan, int(node), places[nodes == node]) for node in np.unique(nodes)]
 
 
-def _part(plan: SavePlan, node: int, places: np.ndarray) -> Part:
+def _part(plan: SavePlan, node: int, places: np.ndarray) -> NodePart:
     blocks = plan.blocks[places]
     numels = blocks["numel"].astype(np.int64)
     tensors, first, local = np.unique(blocks["tensor"], return_index=True, return_inverse=True)
@@ -75,15 +75,15 @@ def _part(plan: SavePlan, node: int, places: np.ndarray) -> Part:
     blocks["tensor"], blocks["start"] = local, ends - numels - before[local]
     specs = [plan.specs[tensor] for tensor in tensors.tolist()]
     own = tuple(TensorSpec(spec.path, (length,), spec.dtype) for spec, length in zip(specs, lengths, strict=True))
-    return Part(node, places, SavePlan(own, blocks, (), plan.num_ranks), tensors)
+    return NodePart(node, places, SavePlan(own, blocks, (), plan.num_ranks), tensors)
 
 
-def sources_of(plan: SavePlan, parts: Sequence[Part], names: Sequence[str]) -> dict[int, list[Source]]:
+def sources_of(plan: SavePlan, parts: Sequence[NodePart], names: Sequence[str]) -> dict[int, list[VirtualSource]]:
     """For each tensor in parts, by its number in the plan: which runs each part has.
 
     Pure. `names` are the parts' files.
     """
-    found: dict[int, list[Source]] = {}
+    found: dict[int, list[VirtualSource]] = {}
     for part, name in zip(parts, names, strict=True):
         whole = plan.blocks[part.blocks]
         edges = np.searchsorted(part.plan.blocks["tensor"], np.arange(len(part.tensors) + 1))
@@ -94,7 +94,7 @@ def sources_of(plan: SavePlan, parts: Sequence[Part], names: Sequence[str]) -> d
             is_first = np.append(True, begins[1:] != ends[:-1])
             is_last = np.append(is_first[1:], True)
             runs = zip(begins[is_first].tolist(), ends[is_last].tolist(), strict=True)
-            found.setdefault(tensor, []).append(Source(name, tuple(runs)))
+            found.setdefault(tensor, []).append(VirtualSource(name, tuple(runs)))
     return found
 
 
@@ -231,7 +231,7 @@ class SubfilesWriter(PosixWriter):
             file_names=names,
         )
 
-    def _metadata_image_of(self, part: Part) -> MetadataImage:
+    def _metadata_image_of(self, part: NodePart) -> MetadataImage:
         of_whole = ("world_size", "software_version")
         attributes = {
             **{name: value for name, value in self._content.attributes.items() if name not in of_whole},

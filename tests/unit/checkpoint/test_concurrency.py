@@ -14,7 +14,7 @@ from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.inspect.verify import verify_file
-from hpcfsdp.checkpoint.saving.single import write_alone
+from hpcfsdp.checkpoint.saving.writer import write_alone
 from hpcfsdp.errors import CheckpointError, CheckpointReplacedError
 
 SPECS = (TensorSpec("model/w", (70, 13), "float32"), TensorSpec("model/v", (3,), "int64"))
@@ -41,7 +41,7 @@ import select, sys
 import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.saving.single import write_alone
+from hpcfsdp.checkpoint.saving.writer import write_alone
 
 path, first, turns = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 specs = (TensorSpec("model/w", (70, 13), "float32"), TensorSpec("model/v", (3,), "int64"))

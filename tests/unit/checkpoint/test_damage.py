@@ -18,7 +18,7 @@ from hpcfsdp.checkpoint.format.footer import make_footer
 from hpcfsdp.checkpoint.format.image import SparseImage
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.saving.single import write_alone
+from hpcfsdp.checkpoint.saving.writer import write_alone
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 pytestmark = pytest.mark.hdf5

@@ -19,7 +19,7 @@ from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.inspect.verify import verify_file
-from hpcfsdp.checkpoint.saving.single import write_alone
+from hpcfsdp.checkpoint.saving.writer import write_alone
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from tests.unit.checkpoint.hostile import make_file
 

@@ -11,7 +11,7 @@ import pytest
 
 from hpcfsdp.checkpoint.format import disk
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.saving.single import write_alone
+from hpcfsdp.checkpoint.saving.writer import write_alone
 from hpcfsdp.cli import ls
 from hpcfsdp.cli.main import VERBS, main
 from hpcfsdp.cli.printing import print_json

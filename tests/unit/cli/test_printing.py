@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.saving.single import write_alone
+from hpcfsdp.checkpoint.saving.writer import write_alone
 from hpcfsdp.cli.main import main
 from hpcfsdp.cli.printing import Brief, print_table
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.checkpoint.format.extents import check_extents
+from hpcfsdp.checkpoint.format.index import check_extents
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, box_blocks
 from hpcfsdp.errors import CheckpointCorruptError

@@ -7,7 +7,7 @@ from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.saving.single import write_alone
+from hpcfsdp.checkpoint.saving.writer import write_alone
 
 DTYPES = list(schema._NUMPY_DTYPES)
 

@@ -328,7 +328,7 @@ def test_golden_files_are_exported_too(tmp_path):
 
 
 def test_tensors_that_lie_elsewhere_are_gathered_first(everything, tmp_path, monkeypatch):
-    from hpcfsdp.checkpoint.convert import mapped
+    from hpcfsdp.checkpoint.convert import torch_output as mapped
 
     export_checkpoint(everything, tmp_path / "one.pt", optimizer=True)
     monkeypatch.setattr(mapped.MappedTensors, "_begin_of", lambda self, spec: None)

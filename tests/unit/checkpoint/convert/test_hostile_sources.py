@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from hpcfsdp.checkpoint.convert import importing, pickles, safetensors
 from hpcfsdp.checkpoint.convert.importing import import_checkpoint
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
-from tests.unit.checkpoint.convert.test_import import save_dcp
+from tests.unit.checkpoint.convert.test_importing import save_dcp
 
 
 def laughs(levels):

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hpcfsdp.checkpoint.dcp import columns
-from hpcfsdp.checkpoint.dcp.columns import Part
-from hpcfsdp.checkpoint.dcp.row_exchange import Exchange
+from hpcfsdp.checkpoint.dcp.columns import ColumnExchange, ItemBox
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, SavePlan, box_blocks, check_tiling
 from hpcfsdp.params.layout import Box
@@ -57,7 +56,7 @@ def test_any_parts_become_rows(found, data):
     for tensor, (_, boxes) in enumerate(grids_):
         for box in boxes:
             rank = data.draw(st.integers(0, size - 1))
-            parts.append(Part(tensor, rank, counts[rank], box))
+            parts.append(ItemBox(tensor, rank, counts[rank], box))
             counts[rank] += 1
     parts = data.draw(st.permutations(parts))
     with pytest.MonkeyPatch.context() as patch:
@@ -71,7 +70,7 @@ def test_any_parts_become_rows(found, data):
     shared = Comm(size)
 
     def run(rank):
-        exchange = Exchange(shared.of(rank))
+        exchange = ColumnExchange(shared.of(rank))
         for round_ in rounds[rank]:
             specs_here = [specs[rows.tensor] for rows in round_.rows]
             arrays = exchange.rows_of(round_, specs_here, lambda item: items[rank, item], contextlib.nullcontext)
@@ -84,7 +83,7 @@ def test_any_parts_become_rows(found, data):
 
 
 def parts_of(tensor, boxes, ranks=None):
-    return [Part(tensor, rank, tensor, box) for rank, box in zip(ranks or range(len(boxes)), boxes, strict=True)]
+    return [ItemBox(tensor, rank, tensor, box) for rank, box in zip(ranks or range(len(boxes)), boxes, strict=True)]
 
 
 def in_columns(shape, num_ranks, dim=1):
@@ -114,15 +113,15 @@ def test_rows_are_divided_among_the_ranks_that_have_parts():
     assert sorted(set(plan.blocks["rank"].tolist())) == everyone
     [mine] = rounds[3]
     assert [piece.peer for piece in mine.sent] == [piece.peer for piece in mine.received] == everyone
-    assert mine.rows == (columns.Rows(0, 0, (128, 8192)),)
-    assert [round_ for of_rank in rounds for round_ in of_rank].count(columns.Round()) == size - 8
+    assert mine.rows == (columns.RowRange(0, 0, (128, 8192)),)
+    assert [round_ for of_rank in rounds for round_ in of_rank].count(columns.ExchangeRound()) == size - 8
 
 
 def test_leading_dimensions_that_no_part_cuts_are_rows():
     spec = TensorSpec("model/w", (1, 4096, 1024), "float32")
     parts = parts_of(0, in_columns(spec.shape, 4, dim=2))
     _, rounds = columns.plan_rounds(plan_of([spec], parts, 4), parts)
-    assert [of_rank[0].rows for of_rank in rounds] == [(columns.Rows(0, n << 20, (1024, 1024)),) for n in range(4)]
+    assert [of_rank[0].rows for of_rank in rounds] == [(columns.RowRange(0, n << 20, (1024, 1024)),) for n in range(4)]
 
 
 def test_a_small_tensor_is_written_by_one_rank():

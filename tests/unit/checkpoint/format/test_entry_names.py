@@ -1,7 +1,7 @@
 import pytest
 
 from hpcfsdp.checkpoint.format import entry_names as names
-from hpcfsdp.checkpoint.format.entry_names import Entry, Names, Request, place_entries
+from hpcfsdp.checkpoint.format.entry_names import EntryNames, EntryRequest, StateEntry, place_entries
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
 
 
@@ -83,13 +83,15 @@ def test_names_that_cannot_stand_in_a_file(paths, message):
 
 
 def test_entries_survive_json():
-    entry = Entry(("optim", "param_groups", 0, "betas"), names.GROUP, (0, "betas"), (((), "tuple"), ((1, 2), "bytes")))
-    assert Entry.from_json(entry.to_json()) == entry
+    entry = StateEntry(
+        ("optim", "param_groups", 0, "betas"), names.GROUP, (0, "betas"), (((), "tuple"), ((1, 2), "bytes"))
+    )
+    assert StateEntry.from_json(entry.to_json()) == entry
 
 
 def found(known, *asked):
     """The names that entries were saved under, by the names that are asked for together; None: it is not there."""
-    request = Request(known, lambda one, other: one.kind == other.kind)
+    request = EntryRequest(known, lambda one, other: one.kind == other.kind)
     told = [request.find(name) for name in asked]
     entries = request.settled([name for name, entry in zip(asked, told, strict=True) if entry])
     return [names.dotted(entries[name].path) if name in entries else None for name in asked]
@@ -115,13 +117,13 @@ NATIVE = names.native_entries(["model/w", "model/v", "optim/state/w/m"], [{"lr":
     ],
 )
 def test_entries_are_found_under_other_outer_keys_if_all_of_them_are(asked, expected):
-    assert found(Names(NATIVE), *asked) == expected
+    assert found(EntryNames(NATIVE), *asked) == expected
 
 
 @pytest.mark.parametrize("asked", [("w", "x"), ("x", "w"), ("app.model.w", "w"), ("model.model.w", "w")])
 def test_names_that_fit_no_outer_keys_together_are_refused(asked):
     with pytest.raises(CheckpointMismatchError, match="holds 'w' only under other outer keys"):
-        found(Names(NATIVE), *asked)
+        found(EntryNames(NATIVE), *asked)
 
 
 @pytest.mark.parametrize("order", [list, reversed], ids=["as they are", "reversed"])
@@ -134,21 +136,21 @@ def test_names_that_fit_no_outer_keys_together_are_refused(asked):
     ],
 )
 def test_all_names_together_decide_what_one_of_them_means(saved, asked, expected, order):
-    known = Names(names.native_entries(saved, None, None, {}))
+    known = EntryNames(names.native_entries(saved, None, None, {}))
     pairs = list(order(list(zip(asked, expected, strict=True))))
     assert found(known, *(name for name, _ in pairs)) == [path for _, path in pairs]
 
 
 def test_two_names_are_not_found_in_one_place():
-    known = Names(place_entries({"model.w": ("model", "w"), "optim.x": ("optim", "x")}, {}).values())
+    known = EntryNames(place_entries({"model.w": ("model", "w"), "optim.x": ("optim", "x")}, {}).values())
     assert found(known, "optimizer.x", "model.w") == ["optim.x", "model.w"]
     with pytest.raises(CheckpointMismatchError, match=r"holds 'optimizer\.x' only under other outer keys"):
         found(known, "optimizer.x", "optim.x")
 
 
 def test_a_name_that_was_taken_for_something_of_another_shape_is_refused():
-    request = Request(
-        Names(names.native_entries(["model/w", "model/model.w"], None, None, {})), lambda one, other: False
+    request = EntryRequest(
+        EntryNames(names.native_entries(["model/w", "model/model.w"], None, None, {})), lambda one, other: False
     )
     assert request.find("model.w").place == ("model", "w")
     assert request.find("w").place == ("model", "w")
@@ -157,10 +159,10 @@ def test_a_name_that_was_taken_for_something_of_another_shape_is_refused():
 
 
 def test_what_was_saved_with_fewer_or_more_outer_keys_is_found():
-    bare = Names(place_entries({"w": ("w",)}, {}).values())
+    bare = EntryNames(place_entries({"w": ("w",)}, {}).values())
     assert found(bare, "model.w") == found(bare, "w") == ["w"]
     app = {name: tuple(name.split(".")) for name in ("app.model.w", "app.optimizer.state.w.m")}
-    known = Names(place_entries(app, {"app.epoch": ("app", "epoch")}).values())
+    known = EntryNames(place_entries(app, {"app.epoch": ("app", "epoch")}).values())
     everything = ["app.model.w", "app.optimizer.state.w.m", "app.epoch"]
     assert found(known, *everything) == everything
     assert found(known, "model.w", "optim.state.w.m", "epoch") == everything

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hpcfsdp.checkpoint.format import metadata as module, schema
-from hpcfsdp.checkpoint.format.metadata import Source, build_metadata_image
+from hpcfsdp.checkpoint.format.metadata import VirtualSource, build_metadata_image
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.content import Content, root_attributes
 from hpcfsdp.checkpoint.saving.subfiles import SubfilesWriter
@@ -258,7 +258,7 @@ def test_a_base_that_names_other_files_is_not_kept():
     specs = [TensorSpec("model/w", (6,), "float32")]
     for token in "abab":
         names = [f"x.{token}.h5"]
-        sources = {0: [Source(names[0], ((0, 6),))]}
+        sources = {0: [VirtualSource(names[0], ((0, 6),))]}
         found = build_metadata_image(specs, [], 1, {}, {"new": b"x"}, sources=sources, file_names=names)
         assert names[0].encode() in image_of(found)
         assert found.files

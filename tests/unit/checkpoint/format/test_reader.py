@@ -13,9 +13,8 @@ from torch import nn
 
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.extents import elements_in
 from hpcfsdp.checkpoint.format.footer import Footer, make_footer
-from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.index import elements_in, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving import plan as planning

@@ -8,7 +8,7 @@ import torch
 
 from hpcfsdp.checkpoint.format.schema import TensorSpec, numpy_dtype
 from hpcfsdp.checkpoint.saving import plan as planning
-from hpcfsdp.checkpoint.saving.single import write_alone
+from hpcfsdp.checkpoint.saving.writer import write_alone
 
 
 def raw(tensor):
@@ -26,7 +26,7 @@ def write(tmp_path, monkeypatch):
 
     def write_file(tensors, name="a.h5", block_bytes=4 << 20, **more):
         planned = functools.partial(planning.plan_alone, block_bytes=block_bytes)
-        monkeypatch.setattr("hpcfsdp.checkpoint.saving.single.plan_alone", planned)
+        monkeypatch.setattr("hpcfsdp.checkpoint.saving.writer.plan_alone", planned)
         elements = {path: raw(tensor) for path, tensor in tensors.items()}
         specs = [
             TensorSpec(path, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from hpcfsdp.checkpoint import save
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
-from hpcfsdp.checkpoint.inspect import pictures, plots
+from hpcfsdp.checkpoint.inspect import plots, plots as pictures
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
 from hpcfsdp.output.figure_file import write_figure
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.loading import shares
-from hpcfsdp.checkpoint.loading.shares import rows_needed, select_share
+from hpcfsdp.checkpoint.loading import loader as shares
+from hpcfsdp.checkpoint.loading.loader import rows_needed, select_share
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.tensors import NO_RUNS, Runs, StateTensor, replicated

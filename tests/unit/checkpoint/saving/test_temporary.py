@@ -12,13 +12,12 @@ from hypothesis import given, settings, strategies as st
 from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.catalog import ABANDONED_AFTER_S, partial_path
 from hpcfsdp.checkpoint.format.disk import System
-from hpcfsdp.checkpoint.format.extents import check_extents
-from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.index import check_extents, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, SavePlan, plan_alone
-from hpcfsdp.checkpoint.saving.single import write_alone
 from hpcfsdp.checkpoint.saving.temporary import BlockWriter, extent_rows
+from hpcfsdp.checkpoint.saving.writer import write_alone
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from tests.disks import Cut, Failing, Forgetful, Logged, Watched, folder_of, power_cuts, using
 

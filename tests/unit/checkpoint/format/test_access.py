@@ -9,7 +9,7 @@ import torch
 
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.file_kind import is_checkpoint, is_hdf5, sized
+from hpcfsdp.checkpoint.format.access import is_checkpoint, is_hdf5, sized
 from hpcfsdp.checkpoint.format.metadata import build_metadata_image
 
 GOLDEN = sorted((Path(__file__).parents[3] / "golden").glob("format-*.h5"))

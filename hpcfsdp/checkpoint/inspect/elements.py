@@ -1,18 +1,124 @@
-"""Statistics of tensors, a block at a time."""
+"""Divides a tensor into pieces to read, each checksum in one piece. Pure."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.inspect.numbers import decoded
-from hpcfsdp.checkpoint.inspect.walk import Advance, ignore, read_pieces
+
+
+def decoded(block: np.ndarray, dtype: str) -> np.ndarray:
+    """Decodes elements from ``BlockReader.read``, by torch's name of their dtype.
+
+    bfloat16 and 8-bit floats become float32, which has all of their values; other dtypes stay, bool as uint8.
+    """
+    if dtype == "bfloat16":
+        return (block.astype(np.uint32) << 16).view(np.float32)
+    if dtype.startswith("float8"):
+        return _float8_values(dtype)[block]
+    return block
+
+
+def json_number(value: Any) -> Any:
+    """A number for JSON: not finite or complex ones as text."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value
+
+
+# exponent bits, mantissa bits, bias; then which codes are no finite numbers, see below
+_FLOAT8 = {
+    "float8_e4m3fn": (4, 3, 7),
+    "float8_e5m2": (5, 2, 15),
+    "float8_e4m3fnuz": (4, 3, 8),
+    "float8_e5m2fnuz": (5, 2, 16),
+}
+
+
+@functools.cache
+def _float8_values(dtype: str) -> np.ndarray:
+    """The values of all 256 codes of an 8-bit float, float32.
+
+    e5m2 follows IEEE 754. "fn" has no infinity: all bits set is NaN, and no other code is. "uz" has no negative zero
+    either: its code is the only NaN. e8m0fnu is a power of two without a sign.
+    """
+    codes = np.arange(256)
+    if dtype == "float8_e8m0fnu":
+        return np.where(codes == 255, np.nan, np.ldexp(1.0, codes - 127)).astype(np.float32)
+    exponent_bits, mantissa_bits, bias = _FLOAT8[dtype]
+    sign = np.where(codes >> 7, -1.0, 1.0)
+    exponent = codes >> mantissa_bits & (1 << exponent_bits) - 1
+    mantissa = codes & (1 << mantissa_bits) - 1
+    significand = mantissa + np.where(exponent > 0, 1 << mantissa_bits, 0)
+    values = sign * np.ldexp(significand.astype(np.float64), np.maximum(exponent, 1) - bias - mantissa_bits)
+    if dtype.endswith("uz"):
+        values[0x80] = np.nan
+    elif dtype.endswith("fn"):
+        values[[0x7F, 0xFF]] = np.nan
+    else:
+        top = exponent == (1 << exponent_bits) - 1
+        values[top] = np.where(mantissa[top] == 0, sign[top] * np.inf, np.nan)
+    return values.astype(np.float32)
+
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes that were read since its last call."""
+
+
+def ignore(_nbytes: int) -> None:
+    """Ignores progress."""
+
+
+MOST_BYTES = 16 * schema.BLOCK_BYTES
+"""Most bytes of a piece. Interleaved runs would otherwise be read together, however long they are."""
+
+
+def iter_pieces(index: CheckpointIndex, path: str, at_least: int = schema.BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """(first element, number of elements) of pieces that make up a tensor, in order, of at least `at_least` bytes.
+
+    A piece ends where a row of the table of extents does. A row is in two pieces only where interleaved rows are longer
+    than ``MOST_BYTES``.
+    """
+    spec = index.resolve(path)
+    rows = index.rows_of(path)
+    if not len(rows):
+        return
+    starts = rows["start"].astype(np.int64)
+    ends = np.maximum.accumulate(starts + schema.row_spans(rows))
+    clean = np.append(starts[1:] >= ends[:-1], True)  # no later row begins before this one's end
+    most = max(1, MOST_BYTES // spec.itemsize)
+    begin = 0
+    for end in ends[clean].tolist():
+        if end < spec.numel and (end - begin) * spec.itemsize < at_least:
+            continue
+        for first in range(begin, end, most):
+            yield first, min(most, end - first)
+        begin = end
+
+
+def read_pieces(
+    index: CheckpointIndex, reader: BlockReader, path: str, advance: Advance = ignore
+) -> Iterator[np.ndarray]:
+    """Reads all elements of a tensor in order, piece by piece."""
+    for start, numel in iter_pieces(index, path):
+        piece = reader.read(path, start, numel)
+        yield piece
+        advance(piece.nbytes)
+
+
+def nbytes_of(index: CheckpointIndex, paths: Iterable[str]) -> int:
+    """Bytes of these tensors."""
+    return sum(index.resolve(path).nbytes for path in paths)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hpcfsdp.checkpoint.saving.staging import Ring
+from hpcfsdp.checkpoint.saving.pending import StagingRing
 
 
 def filled(nbytes, value):
@@ -30,7 +30,7 @@ def groups(sizes, most):
     at_once=st.integers(1, 100),
 )
 def test_all_bytes_come_out_as_they_went_in_and_never_more_than_the_ring_holds(size, fractions, at_once):
-    ring, sizes, most, got = Ring(size), [int(part * size) for part in fractions], [0], []
+    ring, sizes, most, got = StagingRing(size), [int(part * size) for part in fractions], [0], []
 
     def consume():
         while taken := ring.take(at_once):
@@ -53,7 +53,7 @@ def test_all_bytes_come_out_as_they_went_in_and_never_more_than_the_ring_holds(s
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
 def test_pieces_that_wait_never_lie_on_each_other(actions):
-    ring, waiting = Ring(32), []
+    ring, waiting = StagingRing(32), []
     for number, (puts, nbytes) in enumerate(actions):
         if puts:
             if ring.put([(number, filled(nbytes, number))], wait=False):
@@ -70,7 +70,7 @@ def test_pieces_that_wait_never_lie_on_each_other(actions):
 
 
 def test_a_full_ring_makes_its_user_wait_until_there_is_room():
-    ring = Ring(8)
+    ring = StagingRing(8)
     assert ring.put([("a", filled(6, 1))])
     assert not ring.put([("b", filled(6, 2))], wait=False)
     put = threading.Event()
@@ -85,7 +85,7 @@ def test_a_full_ring_makes_its_user_wait_until_there_is_room():
 
 
 def test_a_reader_that_gives_up_lets_the_other_side_go_on():
-    ring = Ring(4)
+    ring = StagingRing(4)
     ring.put([("a", filled(4, 1))])
     thread = threading.Thread(target=lambda: [ring.put([(name, filled(4, 1))]) for name in "bcd"])
     thread.start()
@@ -100,11 +100,11 @@ def test_a_reader_that_gives_up_lets_the_other_side_go_on():
 
 def test_a_piece_that_never_fits_is_refused():
     with pytest.raises(ValueError, match="5 bytes do not fit into a staging ring of 4"):
-        Ring(4).put([("a", filled(2, 1)), ("b", filled(3, 1))])
+        StagingRing(4).put([("a", filled(2, 1)), ("b", filled(3, 1))])
 
 
 def test_a_ring_without_memory_takes_pieces_without_bytes():
-    ring = Ring(0)
+    ring = StagingRing(0)
     assert ring.put([("a", filled(0, 1))])
     ring.end()
     (block,) = ring.take(10)
@@ -114,7 +114,7 @@ def test_a_ring_without_memory_takes_pieces_without_bytes():
 
 
 def test_as_much_is_taken_at_a_time_as_is_asked_for():
-    ring = Ring(100)
+    ring = StagingRing(100)
     for number in range(5):
         ring.put([(number, filled(10, number))])
     ring.end()
@@ -130,7 +130,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog):
     original = torch.empty
     monkeypatch.setattr(torch, "empty", refuse)
     with caplog.at_level("WARNING", "hpcfsdp"):
-        ring = Ring(1000, pinned=True)
+        ring = StagingRing(1000, pinned=True)
     assert "1000 bytes of memory for copies of a checkpoint are not pinned (no page can be locked)" in caplog.text
     assert ring.put([("a", filled(5, 1))])
     ring.close()

@@ -10,9 +10,15 @@ from hypothesis import given, strategies as st
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
-from hpcfsdp.checkpoint.inspect import walk
-from hpcfsdp.checkpoint.inspect.numbers import decoded
-from hpcfsdp.checkpoint.inspect.stats import Statistics, file_statistics, statistics
+from hpcfsdp.checkpoint.inspect.elements import (
+    Statistics,
+    decoded,
+    file_statistics,
+    iter_pieces,
+    json_number,
+    nbytes_of,
+    statistics,
+)
 from hpcfsdp.errors import CheckpointCorruptError
 
 KINDS = {
@@ -110,7 +116,7 @@ def test_of_a_file_tensor_by_tensor_with_what_has_been_gone_through(write):
         "model/a": Statistics(12, 0, 0, 0.0, 11.0, 5.5, math.sqrt(506)),
         "model/b": Statistics(2, 0, 0, -2.0, 1.5, -0.25, 2.5),
     }
-    assert sum(steps) == walk.nbytes_of(index, index.tensors) == 52
+    assert sum(steps) == nbytes_of(index, index.tensors) == 52
 
 
 def test_damage_is_an_error(write, flip):
@@ -126,12 +132,12 @@ def test_pieces_make_up_a_tensor_and_end_where_checksums_do(write):
     starts = set(index.rows_of("model/a")["start"].tolist())
     assert len(starts) > 4
     for at_least in (0, 64, 200, 1 << 20):
-        found = list(walk.iter_pieces(index, "model/a", at_least))
+        found = list(iter_pieces(index, "model/a", at_least))
         assert [start for start, _ in found] == [0, *np.cumsum([numel for _, numel in found])[:-1]]
         assert sum(numel for _, numel in found) == 100
         assert {start for start, _ in found} <= starts
         assert all(numel * 4 >= at_least for _, numel in found[:-1])
-    assert list(walk.iter_pieces(index, "model/b")) == []
+    assert list(iter_pieces(index, "model/b")) == []
 
 
 def test_runs_between_each_other_are_read_together_up_to_a_limit(monkeypatch):
@@ -139,6 +145,41 @@ def test_runs_between_each_other_are_read_together_up_to_a_limit(monkeypatch):
     rows["start"], rows["numel"], rows["count"], rows["stride"] = [0, 3, 20], [3, 2, 10], [4, 4, 1], [5, 5, 10]
     spec = schema.TensorSpec("model/a", (30,), "float32")
     index = SimpleNamespace(resolve=lambda path: spec, rows_of=lambda path: rows)
-    assert list(walk.iter_pieces(index, "model/a", at_least=0)) == [(0, 20), (20, 10)]
-    monkeypatch.setattr(walk, "MOST_BYTES", 32)
-    assert list(walk.iter_pieces(index, "model/a", at_least=0)) == [(0, 8), (8, 8), (16, 4), (20, 8), (28, 2)]
+    assert list(iter_pieces(index, "model/a", at_least=0)) == [(0, 20), (20, 10)]
+    monkeypatch.setattr("hpcfsdp.checkpoint.inspect.elements.MOST_BYTES", 32)
+    assert list(iter_pieces(index, "model/a", at_least=0)) == [(0, 8), (8, 8), (16, 4), (20, 8), (28, 2)]
+
+
+FLOAT8 = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_every_code_of_an_8_bit_float_is_what_torch_says(dtype):
+    codes = np.arange(256, dtype=np.uint8)
+    expected = torch.from_numpy(codes.copy()).view(getattr(torch, dtype)).float().numpy()
+    found = decoded(codes, dtype)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(np.signbit(found[found == 0]), np.signbit(expected[expected == 0]))
+
+
+def test_every_code_of_bfloat16_is_what_torch_says():
+    codes = np.arange(1 << 16, dtype=np.uint16)
+    expected = torch.from_numpy(codes.view(np.int16).copy()).view(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(decoded(codes, "bfloat16"), expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1, 1),
+        (np.float32(0.5), 0.5),
+        (math.nan, "nan"),
+        (np.float64(-math.inf), "-inf"),
+        (np.complex64(1 + 2j), "(1+2j)"),
+        (None, None),
+    ],
+)
+def test_numbers_for_json(value, expected):
+    found = json_number(value)
+    assert (found, type(found)) == (expected, type(expected))

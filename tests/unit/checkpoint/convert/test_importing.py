@@ -215,7 +215,7 @@ def test_nothing_of_a_dcp_folder_is_executed(tmp_path, place):
     "name", ["FileSystemReader", "FileSystemWriter", "os.system", "pickle", "io.open", "_StorageWriterTransforms"]
 )
 def test_metadata_find_no_more_than_records(tmp_path, name):
-    from hpcfsdp.checkpoint.convert.dcp_metadata import _MetadataUnpickler
+    from hpcfsdp.checkpoint.convert.pickles import _MetadataUnpickler
 
     with pytest.raises(CheckpointError, match=r"which torch.* does not write"):
         _MetadataUnpickler(io.BytesIO()).find_class("torch.distributed.checkpoint.filesystem", name)
