@@ -266,7 +266,7 @@ def _checkpoints(
 
         phases(
             "table of the file, rank 0",
-            lambda plan=content.plan: metadata_image.sealed(
+            lambda plan=content.plan: metadata_image.with_footer(
                 extent_rows(plan, metadata_image.offsets, [sums.tobytes()]), None
             ),
         )

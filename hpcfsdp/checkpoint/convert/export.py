@@ -56,7 +56,7 @@ def export_checkpoint(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Exported:
-    """Writes a checkpoint's tensors in another format; not collective. Every byte is checked against its checksum.
+    """Write a checkpoint's tensors in another format; not collective. Every byte is checked against its checksum.
 
     A few blocks are in memory at a time. The output appears when it is complete; a failure leaves nothing.
 
@@ -112,7 +112,7 @@ def _format_of(target: Path, kind: str | None, shard_bytes: int | None) -> str:
 
 
 def outside_name(path: str) -> str:
-    """A tensor's name in other formats: a parameter's name, or the path of optimizer state."""
+    """Return a tensor's name in other formats: a parameter's name, or the path of optimizer state."""
     return path.removeprefix(MODEL)
 
 
@@ -173,7 +173,7 @@ def _shard_paths(target: Path, count: int) -> list[Path]:
 
 
 def _others(target: Path, sizes: Mapping[Path, int]) -> list[Path]:
-    """Weights in the folder that a reader would take for a part of the new ones."""
+    """Return weights in the folder that a reader would take for a part of the new ones."""
     if target.suffix == safetensors.SUFFIX or not target.is_dir():
         return []
     found = [target / safetensors.WHOLE_NAME, target / safetensors.INDEX_NAME]
@@ -189,7 +189,7 @@ def write_tensors(
     fd: int,
     step: Step,
 ) -> None:
-    """Writes a safetensors file; `paths` are those of the tensors in the checkpoint, by their new names."""
+    """Write a safetensors file; `paths` are those of the tensors in the checkpoint, by their new names."""
     disk.write(fd, [memoryview(head)], 0)
     for entry in entries:
         begin = entry.begin

@@ -60,7 +60,7 @@ def import_checkpoint(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Imported:
-    """Writes a checkpoint file from files of other programs; not collective. Executes nothing of them.
+    """Write a checkpoint file from files of other programs; not collective. Execute nothing of them.
 
     Args:
         source: a file or folder of one of ``FORMATS``.

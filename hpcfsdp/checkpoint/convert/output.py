@@ -1,4 +1,4 @@
-"""Writes files for other programs: they appear when they are complete, or not at all."""
+"""Write files for other programs: they appear when they are complete, or not at all."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Progress = Callable[[str, int], contextlib.AbstractContextManager[Step]]
 
 @contextlib.contextmanager
 def no_progress(_what: str, _nbytes: int) -> Iterator[Step]:
-    """Reports no progress."""
+    """Report no progress."""
     yield lambda _nbytes: None
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """A path from the root, with ``~`` resolved."""
+    """Return a path from the root, with ``~`` resolved."""
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Adds the file's name to errors of reading."""
+    """Add the file's name to errors of reading."""
     try:
         yield
     except OSError as error:
@@ -43,7 +43,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Adds the file's name to errors of writing."""
+    """Add the file's name to errors of writing."""
     try:
         yield
     except OSError as error:
@@ -51,13 +51,13 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_absent(path: Path, *, force: bool) -> None:
-    """Raises CheckpointError if the path exists, unless `force`."""
+    """Raise CheckpointError if the path exists, unless `force`."""
     if not force and os.path.lexists(path):
         raise CheckpointError(f"{path}: exists already (--force replaces it)")
 
 
 def check_room(folder: Path, nbytes: int) -> None:
-    """Raises CheckpointError if the file system of an existing folder has too little room."""
+    """Raise CheckpointError if the file system of an existing folder has too little room."""
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise CheckpointError(f"{folder}: {nbytes} bytes are needed, {free} are free on that file system")
@@ -67,9 +67,9 @@ def check_room(folder: Path, nbytes: int) -> None:
 def new_files(
     sizes: Mapping[Path, int], *, force: bool, replaced: Collection[Path] = ()
 ) -> Iterator[Mapping[Path, int]]:
-    """Writes files of one folder under temporary names and renames them at the end, all or none.
+    """Write files of one folder under temporary names and rename them at the end, all or none.
 
-    Yields descriptors by path. A single file replaces an older one atomically. Of several files the last is the index,
+    Yield descriptors by path. A single file replaces an older one atomically. Of several files the last is the index,
     without which the others are useless: an older index is removed first, so that old and new files never mix.
 
     Args:
@@ -122,7 +122,7 @@ def new_files(
 
 @contextlib.contextmanager
 def new_folder(path: Path, nbytes: int, *, force: bool, ours: Callable[[Path], bool]) -> Iterator[Path]:
-    """Writes a folder under a temporary name and renames it at the end; yields the temporary folder.
+    """Write a folder under a temporary name and rename it at the end; yield the temporary folder.
 
     Args:
         ours: whether an existing folder may be replaced with `force`.
@@ -157,7 +157,7 @@ def new_folder(path: Path, nbytes: int, *, force: bool, ours: Callable[[Path], b
 
 
 def _missing_folders(path: Path) -> list[Path]:
-    """A folder and its parents that do not exist, innermost first."""
+    """Return a folder and its parents that do not exist, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 

@@ -96,7 +96,7 @@ def adapter_names(names: Iterable[str], adapter: str) -> dict[str, str]:
 
 
 def _outside(name: str, adapter: str) -> str | None:
-    """The name of an adapter's tensor without the adapter's name; None for other tensors."""
+    """Return the name of an adapter's tensor without the adapter's name; None for other tensors."""
     parts = name.split(".")
     for place, (part, after) in enumerate(itertools.pairwise(parts)):
         if after != adapter:
@@ -111,7 +111,7 @@ def _outside(name: str, adapter: str) -> str | None:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """The configuration as JSON; raises CheckpointError unless it is of LoRA without trained biases."""
+    """Return the configuration as JSON; raise CheckpointError unless it is of LoRA without trained biases."""
     if isinstance(config, (str, os.PathLike)):
         try:
             config = json.loads(Path(config).read_bytes())
@@ -135,7 +135,7 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON; PEFT's configurations contain enumerations and sets."""
+    """Return a value as JSON; PEFT's configurations contain enumerations and sets."""
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Bounds the objects of pickles, and reads the metadata of a ``torch.distributed.checkpoint`` folder. Executes nothing.
+"""Bound the objects of pickles, and read the metadata of a ``torch.distributed.checkpoint`` folder. Execute nothing.
 
 A pickle may use an object any number of times. Forty tuples, each with the previous one twice, are a hundred bytes;
 traversing, printing or hashing them never ends.
@@ -65,7 +65,7 @@ _Object = int | _SharedObject
 
 
 def check_pickle(stream: io.BufferedIOBase, nbytes: int = 0) -> None:
-    """Raises ValueError unless the stream's next bytes are a pickle of bounded size; leaves the stream behind it.
+    """Raise ValueError unless the stream's next bytes are a pickle of bounded size; leaves the stream behind it.
 
     CheckpointError for more steps than the `nbytes` explain that the file, with its tensors, takes on the disk.
     """
@@ -78,7 +78,7 @@ def check_pickle(stream: io.BufferedIOBase, nbytes: int = 0) -> None:
 
 
 def _used(stream: io.BufferedIOBase, most: int) -> tuple[set[int], int]:
-    """The memo numbers that are fetched, and the number of opcodes. Raises CheckpointError for more than `most`."""
+    """Return the fetched memo numbers, and the number of opcodes; raise CheckpointError for more than `most`."""
     used, count = set(), 0
     for opcode, argument, _ in pickletools.genops(stream):
         count += 1
@@ -93,7 +93,7 @@ def _used(stream: io.BufferedIOBase, most: int) -> tuple[set[int], int]:
 
 
 def _uses(stream: io.BufferedIOBase, used: set[int], count: int) -> _SharedObject:
-    """All objects that a pickle fetches from its memo, once for each fetch."""
+    """Return all objects that a pickle fetches from its memo, once for each fetch."""
     stack: list[_Object | None] = []  # None: a mark
     memo: dict[int, _SharedObject] = {}
     uses, places = _SharedObject(), 0
@@ -122,7 +122,7 @@ def _uses(stream: io.BufferedIOBase, used: set[int], count: int) -> _SharedObjec
 
 
 def _step(stack: list[_Object | None], opcode: Any) -> None:
-    """Applies any other opcode to the stack."""
+    """Apply any other opcode to the stack."""
     before = opcode.stack_before
     fixed, popped = len(before), []
     if pickletools.markobject in before:
@@ -140,7 +140,7 @@ def _step(stack: list[_Object | None], opcode: Any) -> None:
 
 
 def _joined(holder: _Object, parts: list[_Object]) -> _Object:
-    """An object with others inside."""
+    """Return an object with others inside."""
     if isinstance(holder, int) and any(isinstance(part, _SharedObject) for part in parts):
         holder = _shared(holder)
     for part in parts:
@@ -162,7 +162,7 @@ def _shared(found: _Object) -> _SharedObject:
 
 
 def _unfolded(whole: _SharedObject, most: int) -> int:
-    """The number of objects, each counted once for each use, up to `most` + 1; raises ValueError for a cycle."""
+    """Return the number of objects, each counted once for each use, up to `most` + 1; raise ValueError for a cycle."""
     path: list[tuple[_SharedObject, Iterator[_SharedObject]]] = [(whole, iter(whole.parts))]
     inside = {id(whole)}
     while path:
@@ -181,7 +181,7 @@ def _unfolded(whole: _SharedObject, most: int) -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """The reason of an error of reading damaged bytes, which may quote much of them."""
+    """Return the reason of an error of reading damaged bytes, which may quote much of them."""
     if isinstance(error, MemoryError):
         return "it asks for more memory than there is"
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
@@ -195,7 +195,7 @@ _MOST_COMPRESSED = 1000
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Reads and checks the metadata of a folder. Raises CheckpointError where they name foreign classes or are missing,
+    """Read and check the metadata of a folder. Raise CheckpointError where they name foreign classes or are missing,
     CheckpointCorruptError where they are damaged or name files outside the folder.
     """
     path = folder / METADATA_NAME
@@ -218,7 +218,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Finds only the classes that metadata of torch.distributed.checkpoint consist of."""
+    """Find only the classes that metadata of torch.distributed.checkpoint consist of."""
 
     _MODULES = (
         "torch.distributed.checkpoint.metadata",
@@ -254,7 +254,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _check(found: Any, folder: Path) -> None:
-    """Raises unless all parts have the types that torch writes. Only checked parts are used afterwards."""
+    """Raise unless all parts have the types that torch writes. Only checked parts are used afterwards."""
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, Mapping):
         raise ValueError("it describes no state dict")
     storage = found.storage_data
@@ -285,7 +285,7 @@ def _check(found: Any, folder: Path) -> None:
 
 
 def _check_file(folder: Path, name: str, nbytes: int) -> None:
-    """Raises unless the name stays in the folder, and the file there has about as many bytes as the metadata claim."""
+    """Raise unless the name stays in the folder, and the file there has about as many bytes as the metadata claim."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
         raise ValueError(f"it names the file {name!r}, which is not in its folder")
@@ -297,7 +297,7 @@ def _check_file(folder: Path, name: str, nbytes: int) -> None:
 
 
 def _check_places(places: Any) -> None:
-    """Raises unless these are paths into a state dict, by entry name."""
+    """Raise unless these are paths into a state dict, by entry name."""
     if places is None or not isinstance(places, Mapping):
         return
     for key, place in places.items():
@@ -309,7 +309,7 @@ def _check_places(places: Any) -> None:
 def _check_tensor(
     key: str, described: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any], compressed: set[str]
 ) -> None:
-    """Raises unless a tensor has about as many bytes in files as the metadata claim, and its pieces tile it."""
+    """Raise unless a tensor has about as many bytes in files as the metadata claim, and its pieces tile it."""
     size, chunks = described.size, described.chunks
     if not isinstance(size, torch.Size) or not isinstance(chunks, list):
         raise ValueError(f"{key!r} is described by no sizes and pieces")
@@ -326,7 +326,7 @@ def _check_tensor(
 
 
 def _check_pieces(key: str, size: torch.Size, boxes: list[Box]) -> None:
-    """Raises unless the pieces with elements tile the tensor: torch would leave gaps uninitialized."""
+    """Raise unless the pieces with elements tile the tensor: torch would leave gaps uninitialized."""
     boxes = [box for box in boxes if 0 not in box.sizes]
     if boxes == [whole_box(size)]:
         return
@@ -348,7 +348,7 @@ def _placed(box: Box) -> str:
 
 
 def _infos(key: str, size: torch.Size, chunks: list[Any], storage: Mapping[MetadataIndex, Any]) -> Iterator[Any]:
-    """The storage records of a tensor's pieces."""
+    """Yield the storage records of a tensor's pieces."""
     for chunk in chunks:
         if not (
             isinstance(chunk, ChunkStorageMetadata)

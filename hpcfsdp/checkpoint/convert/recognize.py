@@ -1,4 +1,4 @@
-"""Sorts the parts of another program's checkpoint into model, optimizer and other values. Pure."""
+"""Sort the parts of another program's checkpoint into model, optimizer and other values. Pure."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class SortedParts:
 
 
 def sort_out(tree: Any, *, optimizer: bool = True) -> SortedParts:
-    """Sorts a tree of dicts, lists, values and ``Stored``; what is neither model nor optimizer becomes ``extra``.
+    """Sort a tree of dicts, lists, values and ``Stored``; what is neither model nor optimizer becomes ``extra``.
 
     The tree is a model's state dict, an optimizer's state dict, or a dict with either or both and further values.
-    Raises CheckpointError, naming the part, where that is unclear or a part cannot be stored.
+    Raise CheckpointError, naming the part, where that is unclear or a part cannot be stored.
     """
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"holds a {type(tree).__name__}, not a dict: {_KNOWN}")
@@ -95,7 +95,7 @@ def sort_out(tree: Any, *, optimizer: bool = True) -> SortedParts:
 
 
 def _check_meant(tree: Mapping[Any, Any], models: list[str], optims: list[str]) -> None:
-    """Raises unless the keys of model and optimizer are unambiguous."""
+    """Raise unless the keys of model and optimizer are unambiguous."""
     for found in (models, optims):
         if len(found) > 1:
             raise CheckpointError(
@@ -189,7 +189,7 @@ def _add_state(parts: SortedParts, fqn: str, key: Any, value: Any) -> None:
 
 
 def _named_groups(groups: Any) -> tuple[dict[Any, str], list[dict[str, Any]]]:
-    """Names of parameters that are given as numbers, and the groups with parameters by name."""
+    """Return names of parameters that are given as numbers, and the groups with parameters by name."""
     names: dict[Any, str] = {}
     named = []
     for index, group in enumerate(groups):
@@ -214,7 +214,7 @@ def _named_groups(groups: Any) -> tuple[dict[Any, str], list[dict[str, Any]]]:
 
 
 def _fetched(value: Any) -> Any:
-    """Replaces ``Stored`` by tensors."""
+    """Replace ``Stored`` by tensors."""
     if isinstance(value, Stored):
         return value.fetch()
     if isinstance(value, Mapping):

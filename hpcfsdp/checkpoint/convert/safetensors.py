@@ -1,4 +1,4 @@
-"""Makes and checks headers of safetensors files. Pure; needs neither torch nor the library.
+"""Make and check headers of safetensors files. Pure; needs neither torch nor the library.
 
 The library writes tensors from memory; here a file is written, and read, piece by piece. A file has the header's
 length in 8 bytes; the header, a JSON object padded with spaces; the bytes of all tensors without gaps.
@@ -69,9 +69,9 @@ class TensorEntry:
 def pack(
     tensors: Sequence[tuple[str, schema.TensorSpec]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[TensorEntry]]:
-    """The first bytes of a file, and the tensors in the order in which they follow.
+    """Return the first bytes of a file, and the tensors in the order in which they follow.
 
-    Wide elements come first, which aligns every tensor to its element size. Raises CheckpointError for a dtype or name
+    Wide elements come first, which aligns every tensor to its element size. Raise CheckpointError for a dtype or name
     that the format does not support, or too large a header.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)}
@@ -102,9 +102,9 @@ def pack(
 
 
 def parse(nbytes: int, read: Callable[[int, int], bytes]) -> tuple[list[TensorEntry], dict[str, str]]:
-    """The tensors of a file in the order of their bytes, and its metadata. `read` takes an offset and a length.
+    """Return the tensors of a file in the order of their bytes, and its metadata. `read` takes an offset and a length.
 
-    Raises ValueError for damage, CheckpointError for a dtype that checkpoints do not support.
+    Raise ValueError for damage, CheckpointError for a dtype that checkpoints do not support.
     """
     if nbytes < _LENGTH.size:
         raise ValueError("it is too short to be a safetensors file")
@@ -163,7 +163,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def split(tensors: Sequence[tuple[str, schema.TensorSpec]], shard_bytes: int) -> list[list[int]]:
-    """Numbers of the tensors by file: in order, each file with at most `shard_bytes`, or one tensor."""
+    """Return numbers of the tensors by file: in order, each file with at most `shard_bytes`, or one tensor."""
     shards: list[list[int]] = []
     filled = 0
     for place, (_, spec) in enumerate(tensors):
@@ -176,6 +176,6 @@ def split(tensors: Sequence[tuple[str, schema.TensorSpec]], shard_bytes: int) ->
 
 
 def index_of(weight_map: Mapping[str, str], total_bytes: int) -> bytes:
-    """The index of a split model, as transformers reads it. `weight_map` maps tensor names to file names."""
+    """Return the index of a split model, as transformers reads it. `weight_map` maps tensor names to file names."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,4 +1,4 @@
-"""Reads safetensors: a file, or transformers' folder or index of files. Holds no tensor in memory."""
+"""Read safetensors: a file, or transformers' folder or index of files. Hold no tensor in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OPTIM = f"{schema.OPTIM_STATE}/"
 
 @contextlib.contextmanager
 def open_safetensors(path: Path, *, optimizer: bool = True) -> Iterator[ImportSource]:
-    """Opens a file ``*.safetensors``, a folder of them, or the files of an index.
+    """Open a file ``*.safetensors``, a folder of them, or the files of an index.
 
     Metadata describe tied tensors as ``safetensors.torch.save_model`` and ``export_checkpoint`` write them. Without
     `optimizer`, its state is left out.
@@ -61,7 +61,7 @@ def open_safetensors(path: Path, *, optimizer: bool = True) -> Iterator[ImportSo
 
 
 def _parts(path: Path) -> dict[Path, set[str] | None]:
-    """The files, each with the tensors that an index lists for it."""
+    """Return the files, each with the tensors that an index lists for it."""
     if path.is_dir():
         indices, wholes = (sorted(path.glob(f"*{end}")) for end in (safetensors.INDEX_SUFFIX, safetensors.SUFFIX))
         if path / safetensors.WHOLE_NAME in wholes:

@@ -1,4 +1,4 @@
-"""Chooses the tensors of an export and their names. Pure."""
+"""Choose the tensors of an export and their names. Pure."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Selection:
 
 
 def select(index: CheckpointIndex, patterns: Sequence[str] = (), *, optimizer: bool = False) -> Selection:
-    """Chooses tensors by patterns (none: all), with the optimizer's state or without.
+    """Choose tensors by patterns (none: all), with the optimizer's state or without.
 
-    Raises CheckpointError where no tensor is chosen, or the file has no optimizer.
+    Raise CheckpointError where no tensor is chosen, or the file has no optimizer.
     """
     if optimizer and index.param_groups is None:
         raise CheckpointError(f"{index.info.path}: holds no optimizer: leave --optimizer out")

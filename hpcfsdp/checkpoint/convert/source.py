@@ -36,9 +36,9 @@ class ImportSource:
     step: int | None = None
 
     def tie(self, ties: Sequence[tuple[str, str]]) -> None:
-        """Makes names of the model aliases of others, given as (alias, name).
+        """Make names of the model aliases of others, given as (alias, name).
 
-        Raises CheckpointError where the tensor is missing, or the alias is another tensor with other bytes.
+        Raise CheckpointError where the tensor is missing, or the alias is another tensor with other bytes.
         """
         for alias, kept in ties:
             by_path = {spec.path: spec for spec in self.specs}
@@ -61,7 +61,7 @@ class ImportSource:
             self.links.append((one, other))
 
     def _digest(self, spec: TensorSpec) -> bytes:
-        """A digest of a tensor's bytes.
+        """Return a digest of a tensor's bytes.
 
         Two tensors are read one after the other: alternating could read both repeatedly.
         """

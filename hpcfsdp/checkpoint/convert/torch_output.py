@@ -1,4 +1,4 @@
-"""Writes checkpoints in torch's formats: a file of ``torch.save``, or a folder of ``torch.distributed.checkpoint``."""
+"""Write checkpoints in torch's formats: a file of ``torch.save``, or a folder of ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MappedTensors:
     """
 
     def __init__(self, index: CheckpointIndex, specs: Iterable[TensorSpec], spool_folder: Path) -> None:
-        """Touches no disk. `spool_folder` has room for the temporary file."""
+        """Touch no disk. `spool_folder` has room for the temporary file."""
         self._index, self._specs = index, list(specs)
         self._spool_folder = spool_folder
         self._maps: list[mmap.mmap] = []
@@ -46,7 +46,7 @@ class MappedTensors:
         self._stack = contextlib.ExitStack()
 
     def open(self, step: Step) -> MappedTensors:
-        """Verifies and maps the tensors; raises as ``BlockReader``. Returns the object itself, for ``with``."""
+        """Verify and map the tensors; raise as ``BlockReader``. Return the object itself, for ``with``."""
         with contextlib.ExitStack() as stack:
             reader = stack.enter_context(BlockReader(self._index))
             fd = stack.enter_context(open_file(self._index.info.path, self._index.footer))
@@ -77,7 +77,7 @@ class MappedTensors:
         self._stack.close()
 
     def tensor(self, path: str) -> torch.Tensor:
-        """A tensor by its own path, read-only."""
+        """Return a tensor by its own path, read-only."""
         spec = self._index.tensors[path]
         dtype = getattr(torch, spec.dtype)
         if not spec.numel:
@@ -89,12 +89,12 @@ class MappedTensors:
             return torch.frombuffer(pages, dtype=dtype, count=spec.numel, offset=offset).view(spec.shape)
 
     def release(self) -> None:
-        """Drops the pages that have been read from this process's memory."""
+        """Drop the pages that have been read from this process's memory."""
         for pages in self._maps:
             pages.madvise(mmap.MADV_DONTNEED)
 
     def _begin_of(self, spec: TensorSpec) -> int | None:
-        """The first byte of a tensor in the file; None unless it is contiguous there."""
+        """Return the first byte of a tensor in the file; None unless it is contiguous there."""
         rows = self._index.rows_of(spec.path)
         begins = np.unique(rows["byte_offset"].astype(np.int64) - rows["start"].astype(np.int64) * spec.itemsize)
         return int(begins[0]) if len(begins) == 1 and not rows["file"].any() else None
@@ -117,7 +117,7 @@ _PIECE_BYTES = 16 << 20
 
 
 def to_pt(index: CheckpointIndex, selection: Selection, target: Path, force: bool, step: Step) -> list[Path]:
-    """Writes a state dict with ``torch.save``; see ``export_checkpoint``. Tied tensors share their storage."""
+    """Write a state dict with ``torch.save``; see ``export_checkpoint``. Tied tensors share their storage."""
     with new_files({target: selection.nbytes}, force=force) as fds:
         specs = (index.resolve(path) for path in selection.tensors)
         with MappedTensors(index, specs, target.parent).open(step) as mapped:
@@ -132,7 +132,7 @@ def to_pt(index: CheckpointIndex, selection: Selection, target: Path, force: boo
 
 
 def to_dcp(index: CheckpointIndex, selection: Selection, target: Path, force: bool, step: Step) -> list[Path]:
-    """Writes a ``torch.distributed.checkpoint`` folder; see ``export_checkpoint``.
+    """Write a ``torch.distributed.checkpoint`` folder; see ``export_checkpoint``.
 
     Each name of a tied tensor gets a copy.
     """
@@ -153,12 +153,12 @@ def to_dcp(index: CheckpointIndex, selection: Selection, target: Path, force: bo
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether a folder is a checkpoint of torch.distributed.checkpoint."""
+    """Return whether a folder is a checkpoint of torch.distributed.checkpoint."""
     return path.is_dir() and (path / METADATA_NAME).is_file()
 
 
 def _state_dict(index: CheckpointIndex, selection: Selection, mapped: MappedTensors) -> dict[str, Any]:
-    """The model's state dict, or with an optimizer {"model", "optimizer", "step"}, its state by names."""
+    """Return the model's state dict, or with an optimizer {"model", "optimizer", "step"}, its state by names."""
     tensors = {path: mapped.tensor(index.resolve(path).path) for path in selection.tensors}
     tensors |= {alias: tensors[path] for alias, path in selection.ties.items()}
     # In the order of the file; aliases without their tensor have no other order.
@@ -207,7 +207,7 @@ class _Sink:
 
 
 class _ReleasingPlanner(dcp.DefaultSavePlanner):
-    """Gives the tensors of the state dict one by one, and releases the pages of the previous one."""
+    """Give the tensors of the state dict one by one, and release the pages of the previous one."""
 
     def __init__(self, release: Callable[[], None], step: Step) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class _ReleasingPlanner(dcp.DefaultSavePlanner):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences torch's warnings about saving from one process."""
+    """Silence torch's warnings about saving from one process."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     level = logger.level
     logger.setLevel(logging.ERROR)

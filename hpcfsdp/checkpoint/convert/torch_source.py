@@ -1,4 +1,4 @@
-"""Reads torch's formats: files of ``torch.save``, folders of ``torch.distributed.checkpoint``. Executes nothing."""
+"""Read torch's formats: files of ``torch.save``, folders of ``torch.distributed.checkpoint``. Execute nothing."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _MEND = (
 
 @contextlib.contextmanager
 def open_pt(path: Path, *, optimizer: bool = True) -> Iterator[ImportSource]:
-    """Opens a file of ``torch.save``; its tensors stay in the file until they are read.
+    """Open a file of ``torch.save``; its tensors stay in the file until they are read.
 
-    A file of the format before torch 1.6 is read whole. Raises CheckpointError for content that only executing it could
+    A file of the format before torch 1.6 is read whole. Raise CheckpointError for content that only executing it could
     read, CheckpointCorruptError for damage. Without `optimizer`, its state is left out.
     """
     with open_file(path) as fd, naming_errors(path), _damage_of(path, ", or not a file of torch.save"):
@@ -56,7 +56,7 @@ def open_pt(path: Path, *, optimizer: bool = True) -> Iterator[ImportSource]:
 
 
 def check_torch_file(stream: Any, budget: MemoryBudget, nbytes: int) -> None:
-    """Raises as ``check_pickle`` if a ``torch.save`` file at the stream's beginning would grow far beyond its size."""
+    """Raise as ``check_pickle`` if a ``torch.save`` file at the stream's beginning would grow far beyond its size."""
     if not zipfile.is_zipfile(stream):  # of torch before 1.6: five pickles, the last with the names of storages
         budget.claim(nbytes)
         stream.seek(0)
@@ -76,9 +76,9 @@ def check_torch_file(stream: Any, budget: MemoryBudget, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def open_dcp(path: Path, *, optimizer: bool = True) -> Iterator[ImportSource]:
-    """Opens a folder of ``torch.distributed.checkpoint``; at most one tensor and one piece of it are in memory.
+    """Open a folder of ``torch.distributed.checkpoint``; at most one tensor and one piece of it are in memory.
 
-    Raises as ``open_pt``. Without `optimizer`, its state is not read.
+    Raise as ``open_pt``. Without `optimizer`, its state is not read.
     """
     reader = _Reader(path)
     tree: dict[Any, Any] = {}
@@ -156,7 +156,7 @@ def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(value: Any) -> Any:
-    """Turns dicts whose keys are 0 to n-1 back into lists."""
+    """Turn dicts whose keys are 0 to n-1 back into lists."""
     if not isinstance(value, dict):
         return value
     entries = {key: _with_lists(entry) for key, entry in value.items()}
@@ -179,7 +179,7 @@ class _Reader(dcp.FileSystemReader):
         return self._metadata
 
     def read_tensor(self, key: str, described: TensorStorageMetadata) -> torch.Tensor:
-        """A whole tensor."""
+        """Return a whole tensor."""
         chunks = described.chunks
         if len(chunks) == 1 and tuple(chunks[0].sizes) == tuple(described.size):
             found = self._read_whole(key, described)
@@ -190,9 +190,9 @@ class _Reader(dcp.FileSystemReader):
         return tensor
 
     def _read_whole(self, key: str, described: TensorStorageMetadata) -> torch.Tensor | None:
-        """Reads a tensor that was saved in one piece;
+        """Read a tensor that was saved in one piece; None if it is compressed or not dense.
 
-        None if it is compressed or not dense. torch's reader would hold it twice.
+        torch's reader would hold it twice.
         """
         info = self.read_metadata().storage_data.get(MetadataIndex(key, described.chunks[0].offsets))
         if info is None or getattr(info, "transform_descriptors", None):
@@ -209,7 +209,7 @@ class _Reader(dcp.FileSystemReader):
         return tensor.detach().contiguous()
 
     def read_value(self, key: str) -> Any:
-        """Reads a value that is no tensor."""
+        """Read a value that is no tensor."""
         state = {key: None}
         self._load(state)
         return state[key]
@@ -230,7 +230,7 @@ class _Reader(dcp.FileSystemReader):
 
 @contextlib.contextmanager
 def _damage_of(where: Path | str, what: str = "") -> Iterator[None]:
-    """Turns errors of reading into CheckpointError: damaged bytes lead torch to any kind of error."""
+    """Turn errors of reading into CheckpointError: damaged bytes lead torch to any kind of error."""
     try:
         yield
     except (CheckpointError, OSError):
@@ -288,7 +288,7 @@ class _RestrictedPlanner(dcp.DefaultLoadPlanner):
 
 
 class _Fetch:
-    """Gives a tensor of a folder when it is called."""
+    """Give a tensor of a folder when it is called."""
 
     def __init__(self, reader: _Reader, key: str, described: TensorStorageMetadata) -> None:
         self._of = reader, key, described

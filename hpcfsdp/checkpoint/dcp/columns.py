@@ -1,4 +1,4 @@
-"""Exchanges columns for rows: ranks with short runs of a tensor send them to each other, and write whole rows.
+"""Exchange columns for rows: ranks with short runs of a tensor send them to each other, and write whole rows.
 
 A rank that has columns of a matrix would write a short run for each row, into places next to those of other ranks.
 File systems need a call for each run, and let one rank write at a time.
@@ -102,7 +102,7 @@ def _unpacked(sent: np.ndarray, received: np.ndarray, rows: np.ndarray) -> Excha
 
 
 def columns_of(plan: SavePlan) -> set[int]:
-    """The tensors that several ranks have in short runs, by their numbers in a plan."""
+    """Return the tensors that several ranks have in short runs, by their numbers in a plan."""
     blocks, num_tensors = plan.blocks, len(plan.specs)
     numels = blocks["numel"].astype(np.int64) * blocks["count"]
     nbytes = np.bincount(blocks["tensor"], numels * plan.itemsizes[blocks["tensor"]], num_tensors)
@@ -112,7 +112,7 @@ def columns_of(plan: SavePlan) -> set[int]:
 
 
 def plan_rounds(plan: SavePlan, parts: Iterable[ItemBox]) -> tuple[SavePlan, list[tuple[ExchangeRound, ...]]]:
-    """A plan in which ranks write rows of tensors, and the rounds of each rank before. Pure.
+    """Return a plan in which ranks write rows of tensors, and the rounds of each rank before. Pure.
 
     Ranks that have parts of a tensor divide its rows equally. All ranks have equally many rounds. In the new plan a
     rank's blocks of rows follow its other blocks, in the order of its rounds.
@@ -190,7 +190,7 @@ class _Cut:
         return math.prod(self.spec.shape[self.lead :])
 
     def add_to(self, now: dict[int, _Growing], tensor: int, parts: Iterable[ItemBox]) -> list[np.ndarray]:
-        """Adds rows and pieces to a round; the blocks of the rows."""
+        """Add rows and pieces to a round; return the blocks of the rows."""
         places, blocks = [], []
         for number, rank in enumerate(self.writers):
             begin, end = number * self.chunk, min((number + 1) * self.chunk, self.rows)
@@ -219,13 +219,13 @@ class _Cut:
         return Box((first, *offsets[self.lead :]), (math.prod(sizes[: self.lead]), *sizes[self.lead :]))
 
     def _chunks_of(self, box: Box) -> range:
-        """The chunks with elements of a box."""
+        """Return the chunks with elements of a box."""
         end = box.offsets[0] + box.sizes[0]
         return range(box.offsets[0] // self.chunk, -(-end // self.chunk)) if box.numel else range(0)
 
 
 def rows_blocks(spec: TensorSpec, rows: RowRange) -> np.ndarray:
-    """The blocks of rows, of ``BLOCK_DTYPE``; tensor and rank are 0."""
+    """Return the blocks of rows, of ``BLOCK_DTYPE``; tensor and rank are 0."""
     return box_blocks((spec.numel,), Box((rows.start,), (math.prod(rows.sizes),)), spec.itemsize)
 
 
@@ -256,7 +256,7 @@ class ColumnExchange:
         values_of: Callable[[int], np.ndarray],
         agree: Callable[[], AbstractContextManager[None]],
     ) -> list[np.ndarray]:
-        """Collective over `comm`. The rows of a round, each as an array of its sizes, until the next round.
+        """Collective over `comm`. Return the rows of a round, each as an array of its sizes, until the next round.
 
         Args:
             specs: of the tensors of the round's rows.
@@ -289,7 +289,7 @@ class ColumnExchange:
     def _messages(
         self, name: str, of_peers: Sequence[Sequence[np.ndarray]]
     ) -> tuple[list[torch.Tensor], list[np.ndarray]]:
-        """Memory for a message of each peer's arrays, uint8, 1-D, and the place of each array in it."""
+        """Return memory for a message of each peer's arrays, uint8, 1-D, and the place of each array in it."""
         places = self._arrays(name, [(array.shape, array.dtype) for of_peer in of_peers for array in of_peer])
         sizes = [sum(array.nbytes for array in of_peer) for of_peer in of_peers]
         return list(self._memory[name][: sum(sizes)].split(sizes)), places

@@ -19,7 +19,7 @@ from hpcfsdp.reshard.tiling import find_outside
 
 
 def plan_entries(plans: Sequence[StatePlan]) -> dict[str, StateEntry]:
-    """Chooses a place for all planned entries, by name."""
+    """Choose a place for all planned entries, by name."""
     paths: dict[str, Any] = {}
     for plan in plans:
         if isinstance(plan.planner_data, Mapping):
@@ -38,14 +38,14 @@ def plan_entries(plans: Sequence[StatePlan]) -> dict[str, StateEntry]:
 
 
 def _checked_path(name: str, path: Any) -> names.Path:
-    """The path of an entry in the state dict, if the planner gives it as torch's own does."""
+    """Return the path of an entry in the state dict, if the planner gives it as torch's own does."""
     if isinstance(path, tuple) and path and all(isinstance(key, (str, int)) for key in path):
         return path
     return (name,)
 
 
 def plan_tensors(plans: Sequence[StatePlan], entries: Mapping[str, StateEntry]) -> tuple[SavePlan, dict[str, int]]:
-    """The plan of all ranks' blocks, and by the name of an entry the number of its tensor."""
+    """Return the plan of all ranks' blocks, and by the name of an entry the number of its tensor."""
     specs: dict[str, TensorSpec] = {}
     blocks, owners = [np.empty(0, BLOCK_DTYPE)], {}
     tensors = {name: number for number, name in enumerate(n for n, e in entries.items() if e.kind == names.TENSOR)}
@@ -78,7 +78,7 @@ def plan_tensors(plans: Sequence[StatePlan], entries: Mapping[str, StateEntry]) 
 def plan_exchange(
     plans: Sequence[StatePlan], plan: SavePlan, tensors: Mapping[str, int]
 ) -> tuple[SavePlan, list[tuple[columns.ExchangeRound, ...]]]:
-    """A plan of longer runs, and the exchanges of each rank before; see ``columns``.
+    """Return a plan of longer runs, and the exchanges of each rank before; see ``columns``.
 
     Args:
         plan, tensors: of ``plan_tensors``.

@@ -38,14 +38,14 @@ AT_ONCE = 64 << 20
 
 
 class HDF5Reader(StorageReader):
-    """Reads a state dict from one HDF5 file: ``dcp.load(state, storage_reader=HDF5Reader(path))``.
+    """Read a state dict from one HDF5 file: ``dcp.load(state, storage_reader=HDF5Reader(path))``.
 
     The file may be one that ``HDF5Writer`` or ``hpcfsdp.checkpoint.save`` has written, on any number of ranks. Every
     rank reads what it needs and compares it with its checksums. Nothing of the file is unpickled.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, verify: bool = True) -> None:
-        """Not collective, touches no disk.
+        """Not collective, touch no disk.
 
         Args:
             path: the file to read, which all ranks must see. None: pass the path to ``dcp.load`` as `checkpoint_id`.
@@ -57,17 +57,17 @@ class HDF5Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether `checkpoint_id` is the path of an existing file."""
+        """Return whether `checkpoint_id` is the path of an existing file."""
         return os.path.isfile(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Starts again, with `checkpoint_id` as the path if given; not collective."""
+        """Start again, with `checkpoint_id` as the path if given; not collective."""
         self._opened = self._failure = None
         if checkpoint_id is not None:
             self._path = checkpoint_id
 
     def read_metadata(self) -> Metadata:
-        """Describes the file's content, each tensor as one chunk; not collective.
+        """Describe the file's content, each tensor as one chunk; not collective.
 
         ``dcp.load`` continues after an error of this method. So the error is raised by the next use:
         ``set_up_storage_reader``, or reading the result.
@@ -88,14 +88,14 @@ class HDF5Reader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises CheckpointError if the file could not be read, see ``open_index``. Not collective."""
+        """Raise CheckpointError if the file could not be read, see ``open_index``. Not collective."""
         if self._failure is not None:
             raise self._failure
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Adds this rank's file to the plan; not collective.
+        """Add this rank's file to the plan; not collective.
 
-        Raises CheckpointMismatchError if the names are not those of the file, under the same outer keys.
+        Raise CheckpointMismatchError if the names are not those of the file, under the same outer keys.
         """
         index, _ = self._index()
         self._settled(plan)
@@ -103,7 +103,7 @@ class HDF5Reader(StorageReader):
         return dataclasses.replace(plan, storage_data=(str(index.info.path), mark))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raises CheckpointMismatchError if ranks have opened different files. On the coordinator alone."""
+        """Raise CheckpointMismatchError if ranks have opened different files. On the coordinator alone."""
         for rank, plan in enumerate(plans):
             if plan.storage_data[1] != plans[0].storage_data[1]:
                 raise CheckpointMismatchError(
@@ -113,9 +113,9 @@ class HDF5Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads this rank's items; not collective.
+        """Read this rank's items; not collective.
 
-        Raises CheckpointError if they cannot be read, CheckpointCorruptError for a wrong checksum,
+        Raise CheckpointError if they cannot be read, CheckpointCorruptError for a wrong checksum,
         CheckpointReplacedError if another file has replaced it.
         """
         index, _ = self._index()
@@ -137,7 +137,7 @@ class HDF5Reader(StorageReader):
         return future
 
     def _settled(self, plan: LoadPlan) -> dict[str, StateEntry]:
-        """The entry of each name of a plan."""
+        """Return the entry of each name of a plan."""
         index, request = self._index()
         wanted = [item.storage_index.fqn for item in plan.items]
         try:
@@ -165,7 +165,7 @@ def _entries(index: CheckpointIndex) -> list[StateEntry]:
 
 
 def value_of(index: CheckpointIndex, entry: StateEntry) -> Any:
-    """The value of an entry without tensor."""
+    """Return the value of an entry without tensor."""
     if entry.kind == names.SCALAR:
         return from_plain((index.scalars or {})[str(entry.place[0])], entry.types)
     return from_plain(
@@ -219,7 +219,7 @@ def _describe(index: CheckpointIndex, entry: StateEntry) -> TensorStorageMetadat
 
 
 def _pickled(value: Any) -> io.BytesIO:
-    """A value as planners expect it: they pass it to ``torch.load``. These bytes were never on a disk."""
+    """Return a value as planners expect it: they pass it to ``torch.load``. These bytes were never on a disk."""
     stream = io.BytesIO()
     torch.save(value, stream)
     stream.seek(0)
@@ -241,7 +241,7 @@ def _read_tensor(reader: BlockReader, spec: TensorSpec, item: ReadItem, planner:
 
 
 def slabs(box: Box, itemsize: int) -> Iterator[tuple[Box, Callable[[torch.Tensor], torch.Tensor]]]:
-    """Parts of a box of about ``AT_ONCE`` bytes, along its first dimension, and functions that narrow its tensor."""
+    """Yield parts of a box, of about ``AT_ONCE`` bytes along dimension 0, and functions that narrow its tensor."""
     if not box.sizes:
         yield box, lambda tensor: tensor
         return
@@ -254,7 +254,7 @@ def slabs(box: Box, itemsize: int) -> Iterator[tuple[Box, Callable[[torch.Tensor
 
 
 def read_box(reader: BlockReader, spec: TensorSpec, box: Box) -> np.ndarray:
-    """Reads a box of a tensor, 1-D, in ``schema.numpy_dtype`` of its dtype; raises as ``BlockReader.read``."""
+    """Read a box of a tensor, 1-D, in ``schema.numpy_dtype`` of its dtype; raise as ``BlockReader.read``."""
     output = np.empty(box.numel, numpy_dtype(spec.dtype))
     if box.numel:
         levels = levels_of(spec.shape, box)

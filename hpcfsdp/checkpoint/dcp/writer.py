@@ -102,7 +102,7 @@ class _PlannedFile:
 
 
 class HDF5Writer(StorageWriter):
-    """Writes a state dict into one HDF5 file: ``dcp.save(state, storage_writer=HDF5Writer(path))``.
+    """Write a state dict into one HDF5 file: ``dcp.save(state, storage_writer=HDF5Writer(path))``.
 
     The file appears at its path when it is complete; until then, and after a failure on any rank, an earlier file
     stays. The dicts ``model`` and ``optim`` (or ``optimizer``) of a state dict, as ``get_state_dict`` gives them,
@@ -122,7 +122,7 @@ class HDF5Writer(StorageWriter):
         extra: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Not collective, touches no disk.
+        """Not collective, touch no disk.
 
         Args:
             path: the file to write, on a file system that all ranks share; the coordinator's path is used. None: pass
@@ -139,17 +139,17 @@ class HDF5Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether `checkpoint_id` can be the path of a new file: it is not a directory or a URL."""
+        """Return whether `checkpoint_id` can be the path of a new file: it is not a directory or a URL."""
         return "://" not in os.fspath(checkpoint_id) and not os.path.isdir(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Starts again, with `checkpoint_id` as the path if given; not collective."""
+        """Start again, with `checkpoint_id` as the path if given; not collective."""
         self._abandon()
         if checkpoint_id is not None:
             self._path = checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises CheckpointError without a path, or without collectives. Not collective; touches no disk."""
+        """Raise CheckpointError without a path, or without collectives. Not collective; touch no disk."""
         self._abandon()
         if not kwargs.get("use_collectives", True):
             raise CheckpointError(
@@ -160,9 +160,9 @@ class HDF5Writer(StorageWriter):
             raise CheckpointError("no path: give one to HDF5Writer, or as checkpoint_id to torch's save")
 
     def prepare_local_plan(self, plan: StatePlan) -> StatePlan:
-        """Reports to the coordinator whether this rank can exchange parts with others. Not collective.
+        """Report to the coordinator whether this rank can exchange parts with others. Not collective.
 
-        Raises CheckpointError if the planner reuses an earlier plan.
+        Raise CheckpointError if the planner reuses an earlier plan.
         """
         if not plan.usable:
             raise CheckpointError(
@@ -173,9 +173,9 @@ class HDF5Writer(StorageWriter):
         return dataclasses.replace(plan, storage_data=None if world is None else (world.rank, world.size))
 
     def prepare_global_plan(self, plans: list[StatePlan]) -> list[StatePlan]:
-        """Lays the file out and makes it, all holes; on the coordinator alone.
+        """Lay the file out and make it, all holes; on the coordinator alone.
 
-        Raises CheckpointError for an invalid name, an unsupported dtype or value, parts that do not tile their tensor,
+        Raise CheckpointError for an invalid name, an unsupported dtype or value, parts that do not tile their tensor,
         or a file that cannot be made.
         """
         assert self._path is not None
@@ -215,9 +215,9 @@ class HDF5Writer(StorageWriter):
         return messages
 
     def write_data(self, plan: StatePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's items and syncs them. Collective over the world if ranks exchange columns for rows.
+        """Write this rank's items and sync them. Collective over the world if ranks exchange columns for rows.
 
-        Raises CheckpointError if that fails, or a value cannot be stored. The file is then removed.
+        Raise CheckpointError if that fails, or a value cannot be stored. The file is then removed.
         """
         assignment = plan.storage_data
         temporary = TemporaryFile(assignment.path, assignment.token)
@@ -235,9 +235,9 @@ class HDF5Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits the file after all ranks have written; on the coordinator alone.
+        """Commit the file after all ranks have written; on the coordinator alone.
 
-        Raises CheckpointError if that fails; the file is then removed.
+        Raise CheckpointError if that fails; the file is then removed.
         """
         pending = self._pending
         assert pending is not None
@@ -272,7 +272,7 @@ class HDF5Writer(StorageWriter):
     def _small_values(
         self, entries: Mapping[str, StateEntry], results: Iterable[WriteResult]
     ) -> dict[str, np.ndarray | bytes]:
-        """The small datasets, with the values that ranks have reported."""
+        """Return the small datasets, with the values that ranks have reported."""
         entries = dict(entries)
         values: dict[str, Any] = {}
         groups: dict[int, dict[str, Any]] = {}
@@ -299,7 +299,9 @@ class HDF5Writer(StorageWriter):
         return small
 
     def _kept_with(self, entries: Mapping[str, StateEntry], values: Mapping[str, Any]) -> dict[str, Any]:
-        """The file's `extra`: values of entries, by name, and those given to this object. Raises where they clash."""
+        """Return the file's `extra`: values of entries, by name, and those given to this object. Raise where they
+        clash.
+        """
         found: dict[Any, Any] = {}
         for name, entry in entries.items():
             if entry.kind == names.EXTRA:
@@ -310,7 +312,7 @@ class HDF5Writer(StorageWriter):
         return {**found, **self._extra}
 
     def _abandon(self) -> None:
-        """Removes the file of an earlier save that did not finish."""
+        """Remove the file of an earlier save that did not finish."""
         if self._discard is not None:
             self._discard()
         self._keep()
@@ -330,7 +332,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _world_here() -> World | None:
-    """The world, if the ranks can exchange messages now: only the main thread may."""
+    """Return the world, if the ranks can exchange messages now: only the main thread may."""
     return current_world() if threading.current_thread() is threading.main_thread() else None
 
 
@@ -341,7 +343,7 @@ def _write_items(
     planner: SavePlanner,
     comm: Communicator | None,
 ) -> list[WriteResult]:
-    """Writes tensors and looks up other values. Collective over `comm`, None if ranks exchange nothing."""
+    """Write tensors and look up other values. Collective over `comm`, None if ranks exchange nothing."""
 
     def agree() -> contextlib.AbstractContextManager[None]:
         return _agreeing(comm, temporary)
@@ -395,7 +397,7 @@ def _agreeing(comm: Communicator | None, temporary: TemporaryFile) -> Iterator[N
 
 
 def _values_of(items: Sequence[WriteItem], assignment: Assignment, planner: SavePlanner, number: int) -> np.ndarray:
-    """The values of an item that is exchanged, of the shape of its box."""
+    """Return the values of an item that is exchanged, of the shape of its box."""
     spec, _ = cast(tuple[TensorSpec, int], assignment.places[number])
     flat = as_bytes(_flat(items[number], spec, planner).cpu())
     return flat.view(schema.numpy_dtype(spec.dtype)).reshape(box_of(items[number]).sizes)
@@ -408,7 +410,7 @@ def _write_own(
     assignment: Assignment,
     planner: SavePlanner,
 ) -> dict[int, Written]:
-    """Writes these items, tensors, from where they are."""
+    """Write these items, tensors, from where they are."""
     places = [place for number in own if (place := assignment.places[number])]
     specs, offsets = [spec for spec, _ in places], [offset for _, offset in places]
     per_item = [box_blocks(spec.shape, box_of(items[n]), spec.itemsize) for n, spec in zip(own, specs, strict=True)]
@@ -424,7 +426,7 @@ def _write_own(
 
 
 def _write_rows(fd: int, round_: ExchangeRound, arrays: Sequence[np.ndarray], assignment: Assignment) -> bytes:
-    """Writes the rows of a round; the checksums of their blocks, uint64, as bytes."""
+    """Write the rows of a round; return the checksums of their blocks, uint64, as bytes."""
     places = [assignment.rows[rows.tensor] for rows in round_.rows]
     specs, offsets = [spec for spec, _ in places], [offset for _, offset in places]
     plan = _plan_of(specs, [rows_blocks(spec, rows) for spec, rows in zip(specs, round_.rows, strict=True)])
@@ -439,14 +441,14 @@ def _write_rows(fd: int, round_: ExchangeRound, arrays: Sequence[np.ndarray], as
 
 
 def _plan_of(specs: Sequence[TensorSpec], per_tensor: Sequence[np.ndarray]) -> SavePlan:
-    """A plan of one rank, from the blocks of each tensor."""
+    """Return a plan of one rank, from the blocks of each tensor."""
     for number, blocks in enumerate(per_tensor):
         blocks["tensor"] = number
     return SavePlan(tuple(specs), np.concatenate([np.empty(0, BLOCK_DTYPE), *per_tensor]), (), 1)
 
 
 def _digest(item: WriteItem, planner: SavePlanner) -> Any:
-    """A number or text that is the same on all ranks with the same value."""
+    """Return a number or text that is the same on all ranks with the same value."""
     if item.type == WriteItemType.TENSOR:
         return checksum(cast(torch.Tensor, planner.resolve_data(item)))
     written = _look_up(item, planner)
@@ -454,7 +456,7 @@ def _digest(item: WriteItem, planner: SavePlanner) -> Any:
 
 
 def _compare(pending: _PlannedFile, digests: Sequence[Mapping[str, Any]]) -> None:
-    """Raises CheckpointError for a value that ranks have differently: the planner has chosen one of them.
+    """Raise CheckpointError for a value that ranks have differently: the planner has chosen one of them.
 
     Statistics of a model, and parameters that ranks train on their own, are one rank's in all files.
     """
@@ -476,7 +478,7 @@ def _compare(pending: _PlannedFile, digests: Sequence[Mapping[str, Any]]) -> Non
 
 
 def _look_up(item: WriteItem, planner: SavePlanner) -> Written:
-    """The value of an item without tensor."""
+    """Return the value of an item without tensor."""
     look_up = getattr(planner, "lookup_object", None)
     if look_up is None:
         raise CheckpointError(
@@ -502,7 +504,7 @@ class _Memory:
         self._flat: tuple[int, torch.Tensor] | None = None
 
     def bytes_of(self, index: int) -> np.ndarray:
-        """The bytes of a block, by its place in the plan; see ``BytesOf``."""
+        """Return the bytes of a block, by its place in the plan; see ``BytesOf``."""
         place = int(self._plan.blocks["tensor"][index])
         if self._flat is None or self._flat[0] != place:
             self._flat = place, _flat(self._items[place], self._plan.specs[place], self._planner)
@@ -511,7 +513,7 @@ class _Memory:
 
 
 def _flat(item: WriteItem, spec: TensorSpec, planner: SavePlanner) -> torch.Tensor:
-    """The elements of an item in row-major order, 1-D, on its device; raises CheckpointError for another tensor."""
+    """Return an item's elements in row-major order, 1-D, on its device; raise CheckpointError for another tensor."""
     data = cast(torch.Tensor, planner.resolve_data(item))  # compared below: a planner may give anything
     dtype = str(getattr(data, "dtype", type(data).__name__)).removeprefix("torch.")
     shape = tuple(getattr(data, "shape", ()))

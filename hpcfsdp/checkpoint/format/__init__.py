@@ -1,1 +1,1 @@
-"""The bytes of a checkpoint file, as docs/reference/checkpoint-format.md specifies them. Touches no disk."""
+"""The bytes of a checkpoint file, as docs/reference/checkpoint-format.md specifies them. Touch no disk."""

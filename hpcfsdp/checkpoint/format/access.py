@@ -1,4 +1,4 @@
-"""Opens checkpoint files: what they are, their bytes and footers, and the parts that HDF5 may parse. Not collective."""
+"""Open checkpoint files: what they are, their bytes and footers, and the parts that HDF5 may parse. Not collective."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class MemoryBudget:
 
     @classmethod
     def of_file(cls, fd: int) -> MemoryBudget:
-        """The budget of an open file."""
+        """Return the budget of an open file."""
         return cls(disk.allocated(fd))
 
     def claim(self, nbytes: int) -> None:
-        """Claims bytes; raises ValueError when the file has claimed too many."""
+        """Claim bytes; raise ValueError when the file has claimed too many."""
         self._left -= nbytes
         if self._left < 0:
             raise ValueError(
@@ -53,13 +53,13 @@ class MemoryBudget:
 
 
 def unreadable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
-    """The error of a file or folder that cannot be opened, with its kind."""
+    """Return the error of a file or folder that cannot be opened, with its kind."""
     return CheckpointError(f"{path}: {reason(error)}").of_kind(_KINDS.get(error.errno, "unreadable"))
 
 
 @contextlib.contextmanager
 def open_file(path: Path, footer: Footer | None = None) -> Iterator[int]:
-    """Opens a checkpoint file to read, as a descriptor; raises CheckpointError where that fails.
+    """Open a checkpoint file to read, as a descriptor; raise CheckpointError where that fails.
 
     With `footer`, raises CheckpointReplacedError if the file has another one by now.
     """
@@ -81,7 +81,7 @@ def open_file(path: Path, footer: Footer | None = None) -> Iterator[int]:
 
 @contextlib.contextmanager
 def open_hdf5(fd: int, path: Path, footer: Footer | None) -> Iterator[h5py.File]:
-    """Opens a file in HDF5, which sees only the regions that the footer names. Their checksum is verified first."""
+    """Open a file in HDF5, which sees only the regions that the footer names. Their checksum is verified first."""
     if footer is None:
         with os.fdopen(os.dup(fd), "rb") as plain, h5py.File(plain, "r") as file:
             yield file
@@ -92,20 +92,20 @@ def open_hdf5(fd: int, path: Path, footer: Footer | None) -> Iterator[h5py.File]
 
 
 def read_file_regions(fd: int, path: Path, footer: Footer) -> list[tuple[int, bytes | bytearray]]:
-    """Reads and verifies all regions of an open file: (first byte, bytes)."""
+    """Read and verify all regions of an open file: (first byte, bytes)."""
     with naming_damage(path):
         MemoryBudget.of_file(fd).claim(sum(nbytes for _, nbytes in footer.regions))
         return read_regions(footer, lambda begin, nbytes: read_bytes(fd, path, begin, nbytes))
 
 
 def read_file_footer(fd: int, path: Path) -> Footer | None:
-    """The footer of an open file; None if it has none. Raises CheckpointCorruptError for a damaged footer."""
+    """Return the footer of an open file; None if it has none. Raise CheckpointCorruptError for a damaged footer."""
     with naming_damage(path):
         return read_footer(disk.size(fd), lambda begin, nbytes: read_bytes(fd, path, begin, nbytes))
 
 
 def read_bytes(fd: int, path: Path, begin: int, nbytes: int) -> bytearray:
-    """Reads exactly `nbytes` bytes; raises CheckpointCorruptError where the file ends before."""
+    """Read exactly `nbytes` bytes; raise CheckpointCorruptError where the file ends before."""
     buffer = bytearray(nbytes)
     with naming_damage(path):
         if disk.read(fd, memoryview(buffer), begin) < nbytes:
@@ -115,7 +115,7 @@ def read_bytes(fd: int, path: Path, begin: int, nbytes: int) -> bytearray:
 
 @contextlib.contextmanager
 def naming_errors(path: Path) -> Iterator[None]:
-    """Adds the file's name to a CheckpointError without it."""
+    """Add the file's name to a CheckpointError without it."""
     try:
         yield
     except CheckpointError as error:
@@ -126,7 +126,7 @@ def naming_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_damage(path: Path) -> Iterator[None]:
-    """Adds the file's name to errors: OSError becomes CheckpointError, ValueError becomes CheckpointCorruptError."""
+    """Add the file's name to errors: OSError becomes CheckpointError, ValueError becomes CheckpointCorruptError."""
     try:
         yield
     except OSError as error:
@@ -149,7 +149,7 @@ _SUPERBLOCK = struct.Struct("<8sBBBBQQQ")
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a regular file, also a truncated one, has the marks of a checkpoint. False for parts of one.
+    """Return whether a regular file, also a truncated one, has the marks of a checkpoint. False for parts of one.
 
     Raises:
         OSError: the file cannot be read.
@@ -160,7 +160,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def is_hdf5(path: Path) -> bool:
-    """Whether a regular file begins as HDF5 does. Raises OSError if it cannot be read."""
+    """Return whether a regular file begins as HDF5 does. Raise OSError if it cannot be read."""
     return _head(path).startswith(HDF5_SIGNATURE)
 
 
@@ -170,7 +170,7 @@ def _head(path: Path) -> bytes:
 
 
 def refuse_incomplete(fd: int, path: Path) -> None:
-    """Raises CheckpointCorruptError for an open file without a footer that HDF5 cannot read, with the reason."""
+    """Raise CheckpointCorruptError for an open file without a footer that HDF5 cannot read, with the reason."""
     present = disk.size(fd)
     if not present:
         raise CheckpointCorruptError(f"{path}: is empty (0 bytes): was the copy complete?").of_kind("empty")
@@ -192,7 +192,9 @@ def refuse_incomplete(fd: int, path: Path) -> None:
 
 
 def sized(present: int, whole: int | None = None) -> str:
-    """A number of bytes, and of how many: "20.0 of 39.3 MB"; in bytes where two different numbers would look alike."""
+    """Return a number of bytes, and of how many: "20.0 of 39.3 MB"; in bytes where two different numbers would look
+    alike.
+    """
     number, unit = _scaled(whole or present)
     if whole is None:
         return f"{present / number:.1f} {unit}" if number > 1 else f"{present} bytes"

@@ -1,4 +1,4 @@
-"""Checkpoint files of a directory, by the step in their names, and files that saves have left. Opens none of them."""
+"""Checkpoint files of a directory, by the step in their names, and files that saves have left. Open none of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STEP_NAME = re.compile(r"step-(\d+)\.h5")
 
 
 def checkpoint_path(directory: str | Path, step: int) -> Path:
-    """The path of the checkpoint of a step."""
+    """Return the path of the checkpoint of a step."""
     return Path(directory) / f"step-{step:08d}.h5"
 
 
@@ -32,7 +32,7 @@ def new_token() -> str:
 
 
 def partial_path(path: Path, token: str) -> Path:
-    """Where a save writes before the file gets its name.
+    """Return the path that a save writes to before the file gets its name.
 
     The token is unique to the save; ``latest`` ignores the file.
     """
@@ -40,7 +40,7 @@ def partial_path(path: Path, token: str) -> Path:
 
 
 def partials_of(path: Path) -> list[Path]:
-    """All partial files of `path`, and folders in place of files."""
+    """Return all partial files of `path`, and folders in place of files."""
     return sorted(path.parent.glob(f".{glob.escape(path.name)}.*.partial"))
 
 
@@ -50,7 +50,9 @@ def abandoned_partials(path: Path, now_s: float) -> list[Path]:
 
 
 def was_abandoned(part: Path, now_s: float) -> bool:
-    """Whether the process that made a file has ended on this system, or the last write is ``ABANDONED_AFTER_S`` ago."""
+    """Return whether the process that made a file has ended on this system, or the last write is ``ABANDONED_AFTER_S``
+    ago.
+    """
     made_by = _MADE_BY.search(part.name)
     if made_by is not None and made_by[1] == _system():
         runs = lock.runs(int(made_by[2], 16), str(int(made_by[3], 16)))
@@ -64,12 +66,12 @@ def was_abandoned(part: Path, now_s: float) -> bool:
 
 
 def _system() -> str:
-    """Names the boot of the system and its pid namespace, in which the number of a process is unique."""
+    """Name the boot of the system and its pid namespace, in which the number of a process is unique."""
     return hashlib.blake2b(lock.system().encode(), digest_size=4).hexdigest()
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name; raises ValueError for any other name."""
+    """Return the step in a checkpoint's name; raise ValueError for any other name."""
     match = _STEP_NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path}: is not called step-<number>.h5")
@@ -77,7 +79,7 @@ def step_of(path: Path) -> int:
 
 
 def checkpoint_files(directory: str | Path) -> list[Path]:
-    """Files named ``step-<number>.h5``, lowest step first; empty where the directory is missing.
+    """Return files named ``step-<number>.h5``, lowest step first; empty where the directory is missing.
 
     Raises:
         OSError: the directory cannot be read.
@@ -90,6 +92,6 @@ def checkpoint_files(directory: str | Path) -> list[Path]:
 
 
 def latest(directory: str | Path) -> Path | None:
-    """The checkpoint of the highest step in a directory, None where there is none."""
+    """Return the checkpoint of the highest step in a directory, None where there is none."""
     files = checkpoint_files(directory)
     return files[-1] if files else None

@@ -1,6 +1,6 @@
 """All disk operations of checkpoints, on whole ranges. Not collective. Each raises ``OSError`` as the system call did.
 
-Calls that the operating system cuts short (a partial write, a signal) are repeated until they are complete.
+Call that the operating system cuts short (a partial write, a signal) are repeated until they are complete.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MOST_HOLES = 1 << 16
 
 
 def reason(error: OSError) -> str:
-    """The operating system's description of an error, without the file's name."""
+    """Return the operating system's description of an error, without the file's name."""
     return error.strerror or (os.strerror(error.errno) if error.errno else str(error))
 
 
 @functools.cache
 def _system_id() -> str:
-    """The running kernel's id; one of this process alone where the kernel has none."""
+    """Return the running kernel's id; one of this process alone where the kernel has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -48,10 +48,7 @@ def _fallocate(fd: int, nbytes: int) -> None:
 
 
 def check_regular(mode: int) -> None:
-    """Raises unless `st_mode` is of a regular file:
-
-    IsADirectoryError for a directory, OSError for pipes, devices, sockets.
-    """
+    """Raise unless `mode`, a `st_mode`, is of a regular file: IsADirectoryError for a directory, else OSError."""
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "is a directory, not a file")
     if not stat.S_ISREG(mode):
@@ -79,7 +76,7 @@ SYSTEM: ContextVar[Any] = ContextVar("SYSTEM", default=System)
 
 
 def create(path: Path, nbytes: int) -> int:
-    """Makes a file of `nbytes` bytes, all holes; its descriptor. Raises FileExistsError if it exists."""
+    """Make a file of `nbytes` bytes, all holes; return its descriptor. Raise FileExistsError if it exists."""
     fd = _call("open", path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         _call("ftruncate", fd, nbytes)
@@ -90,12 +87,12 @@ def create(path: Path, nbytes: int) -> int:
 
 
 def open_to_write(path: Path) -> int:
-    """The descriptor of a file that is there, and no link."""
+    """Return the descriptor of a file that is there, and no link."""
     return _call("open", path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def open_to_read(path: Path) -> int:
-    """The descriptor of a regular file; see ``check_regular``.
+    """Return the descriptor of a regular file; see ``check_regular``.
 
     Never blocks: opening a pipe would wait for its writer.
     """
@@ -110,18 +107,18 @@ def open_to_read(path: Path) -> int:
 
 
 def close(fd: int) -> None:
-    """Closes the descriptor. After a signal Linux has closed it already."""
+    """Close the descriptor. After a signal Linux has closed it already."""
     with contextlib.suppress(InterruptedError):
         SYSTEM.get().close(fd)
 
 
 def size(fd: int) -> int:
-    """Bytes of the file."""
+    """Return the bytes of the file."""
     return _call("fstat", fd).st_size
 
 
 def allocated(fd: int) -> int:
-    """Bytes of the file outside of holes; all bytes where the file system does not report holes."""
+    """Return the bytes of the file outside of holes; all bytes where the file system does not report holes."""
     status = _call("fstat", fd)
     if status.st_blocks * 512 >= status.st_size:
         return status.st_size
@@ -139,10 +136,7 @@ def allocated(fd: int) -> int:
 
 
 def next_data(fd: int, begin: int) -> int | None:
-    """The first byte from `begin` on outside of holes;
-
-    None without one. `begin` where the system does not report holes.
-    """
+    """Return the first byte from `begin` on outside of holes, None without one; `begin` if holes are not reported."""
     try:
         return _call("lseek", fd, begin, os.SEEK_DATA)
     except OSError as error:
@@ -150,13 +144,13 @@ def next_data(fd: int, begin: int) -> int | None:
 
 
 def place(fd: int) -> tuple[str, int, int]:
-    """The running system and the file: processes with equal values share the file's pages in memory."""
+    """Return the running system and the file: processes with equal values share the file's pages in memory."""
     status = _call("fstat", fd)
     return _system_id(), status.st_dev, status.st_ino
 
 
 def write(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Writes all bytes of the buffers, one buffer after the other."""
+    """Write all bytes of the buffers, one buffer after the other."""
     views = [view.cast("B") for view in buffers if view.nbytes]
     first = 0
     while first < len(views):
@@ -172,7 +166,7 @@ def write(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
 
 
 def write_runs(fd: int, data: memoryview, count: int, offset: int, stride: int) -> None:
-    """Writes `count` runs of as many bytes each, which follow each other in `data`, `stride` bytes apart.
+    """Write `count` runs of as many bytes each, which follow each other in `data`, `stride` bytes apart.
 
     There may be a million of them, a row of a matrix each, so they do not go through ``write``.
     """
@@ -190,7 +184,7 @@ def write_runs(fd: int, data: memoryview, count: int, offset: int, stride: int) 
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Reserves room for the first `nbytes` bytes, where the file system supports it."""
+    """Reserve room for the first `nbytes` bytes, where the file system supports it."""
     try:
         _call("fallocate", fd, nbytes)
     except OSError as error:
@@ -199,7 +193,7 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 def read(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fills a buffer from the file; the number of bytes, which is smaller only at the file's end."""
+    """Fill a buffer from the file; return the number of bytes, smaller only at the file's end."""
     done = 0
     while done < buffer.nbytes:
         got = _call("preadv", fd, [buffer[done:]], offset + done)
@@ -210,12 +204,12 @@ def read(fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def sync(fd: int) -> None:
-    """Forces written bytes to the disk."""
+    """Force written bytes to the disk."""
     _call("fsync", fd)
 
 
 def start_sync(fd: int, offset: int, nbytes: int) -> None:
-    """A hint to begin writing a range to the disk; returns at once.
+    """A hint to begin writing a range to the disk; return at once.
 
     It declares that the range will not be read soon. Linux then starts to write its dirty pages, which would
     otherwise wait for ``sync``, with an idle disk until then.
@@ -225,12 +219,12 @@ def start_sync(fd: int, offset: int, nbytes: int) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Renames a file, replacing any other; ``sync_folder`` forces it to the disk."""
+    """Rename a file, replacing any other; ``sync_folder`` forces it to the disk."""
     _call("replace", path, target)
 
 
 def sync_folder(path: Path) -> None:
-    """Forces the names in a folder to the disk, where the file system supports it."""
+    """Force the names in a folder to the disk, where the file system supports it."""
     try:
         fd = _call("open", path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
     except PermissionError:  # a folder may be written to and not be read
@@ -245,13 +239,13 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, if it exists."""
+    """Remove a file, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         _call("unlink", path)
 
 
 def _call(name: str, *arguments: Any) -> Any:
-    """A call of the system, repeated while signals interrupt it."""
+    """Make a call of the system, and repeat it while signals interrupt it."""
     call = getattr(SYSTEM.get(), name)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Maps entries of a state dict to places in a file, and back. Pure; needs neither MPI nor torch.
+"""Map entries of a state dict to places in a file, and back. Pure; needs neither MPI nor torch.
 
 ``torch.distributed.checkpoint`` flattens state dicts: an entry has a path, the keys from the outermost dict inwards,
 and a name, its path with dots. In the file the model's tensors are in ``model`` and the optimizer's in
@@ -32,7 +32,7 @@ _GROUPS = (schema.MODEL, "optim", schema.OPTIM_STATE)
 
 
 def dotted(path: Iterable[str | int]) -> str:
-    """The name of an entry."""
+    """Return the name of an entry."""
     return ".".join(map(str, path))
 
 
@@ -72,9 +72,9 @@ class StateEntry:
 
 
 def place_entries(tensors: Mapping[str, Path], values: Mapping[str, Path]) -> dict[str, StateEntry]:
-    """Chooses a place for each entry, by name. `tensors` has the paths of tensors, `values` of all other entries.
+    """Choose a place for each entry, by name. `tensors` has the paths of tensors, `values` of all other entries.
 
-    Raises CheckpointError, naming the entry, for a key that a file cannot contain.
+    Raise CheckpointError, naming the entry, for a key that a file cannot contain.
     """
     everyone = [*tensors.values(), *values.values()]
     outer = _outer(everyone)
@@ -95,7 +95,9 @@ def place_entries(tensors: Mapping[str, Path], values: Mapping[str, Path]) -> di
 
 
 def _outer(paths: list[Path]) -> int:
-    """The number of keys around model and optimizer in all entries: 1 for ``{"app": {"model": ..., "optim": ...}}``."""
+    """Return the number of keys around model and optimizer in all entries: 1 for ``{"app": {"model": ..., "optim":
+    ...}}``.
+    """
     if not paths or min(map(len, paths)) < 2 or len({path[0] for path in paths}) > 1:
         return 0
     return int(paths[0][0] not in ("model", *_OPTIMIZER) and any(path[1] == "model" for path in paths))
@@ -133,7 +135,9 @@ def _value_entry(path: Path, inner: Path) -> StateEntry:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The entries that flattening makes of a value without tensors: it enters lists only where they contain dicts."""
+    """Yield the entries that flattening makes of a value without tensors: it enters lists only where they contain
+    dicts.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from leaves(item, (*path, str(key)))
@@ -149,9 +153,9 @@ def _has_dict(value: Any) -> bool:
 
 
 def set_at(root: dict[str | int, Any], path: Path, value: Any) -> None:
-    """Sets a value in nested dicts and lists, which it makes.
+    """Set a value in nested dicts and lists, which it makes.
 
-    Raises CheckpointError where another value is in the way.
+    Raise CheckpointError where another value is in the way.
     """
     inside: Any = root
     for key, following in zip(path, (*path[1:], None), strict=True):
@@ -169,7 +173,7 @@ def set_at(root: dict[str | int, Any], path: Path, value: Any) -> None:
 
 
 def get_at(root: Any, path: Path) -> Any:
-    """The value at a path; raises LookupError or TypeError without one."""
+    """Return the value at a path; raise LookupError or TypeError without one."""
     for key in path:
         root = root[key]
     return root
@@ -181,7 +185,7 @@ def native_entries(
     scalars: Mapping[str, Any] | None,
     extra: Mapping[str, Any],
 ) -> list[StateEntry]:
-    """The entries of a file of ``hpcfsdp.checkpoint.save``: dicts ``model``, ``optim`` and ``extra``."""
+    """Return the entries of a file of ``hpcfsdp.checkpoint.save``: dicts ``model``, ``optim`` and ``extra``."""
     found = [StateEntry(tuple(path.split("/")), TENSOR, tuple(path.split("/"))) for path in tensors]
     for number, group in enumerate(groups or ()):
         found += [StateEntry(("optim", "param_groups", number, key), GROUP, (number, key)) for key in group]
@@ -228,19 +232,16 @@ class EntryRequest:
         self._answers: dict[str, StateEntry | None] = {}
 
     def find(self, name: str) -> StateEntry | None:
-        """An entry that looks like the one of this name;
-
-        None without one. Only ``settled`` decides which entry it is.
-        """
+        """Return an entry that looks like the one of this name, None without one; only ``settled`` decides which."""
         if name not in self._answers:
             self._possible = [mapping for mapping in self._possible if mapping(name) is not None]
             self._answers[name] = (self._possible or self._names.mappings)[0](name)
         return self._answers[name]
 
     def settled(self, names: Iterable[str]) -> dict[str, StateEntry]:
-        """The entries of these names, and of all names of ``find`` that exist.
+        """Return the entries of these names, and of all names of ``find`` that exist.
 
-        Raises CheckpointMismatchError where an answer of ``find`` does not hold for all names together.
+        Raise CheckpointMismatchError where an answer of ``find`` does not hold for all names together.
         """
         wanted = list(dict.fromkeys([*self._answers, *names]))
         found = next(filter(None, (_one_to_one(mapping, wanted) for mapping in self._names.mappings)), None)
@@ -268,13 +269,13 @@ class EntryRequest:
 
 
 def _one_to_one(mapping: Callable[[str], StateEntry | None], names: list[str]) -> dict[str, StateEntry] | None:
-    """The entries of all names, if there are any and no two names share one."""
+    """Return the entries of all names, if there are any and no two names share one."""
     found = {name: entry for name in names if (entry := mapping(name)) is not None}
     return found if len(found) == len(names) == len({id(entry) for entry in found.values()}) else None
 
 
 def _once(pairs: Iterable[tuple[str, StateEntry]]) -> dict[str, StateEntry]:
-    """A dict of the pairs, without names that occur twice."""
+    """Return a dict of the pairs, without names that occur twice."""
     found: dict[str, StateEntry] = {}
     several = set()
     for name, entry in pairs:
@@ -287,7 +288,7 @@ _BEFORE = {TENSOR: (), EXTRA: ("extra",), GROUP: ("optim", "param_groups"), SCAL
 
 
 def _standard_name(entry: StateEntry) -> str:
-    """The name of an entry with outer keys "model" and "optim"."""
+    """Return the name of an entry with outer keys "model" and "optim"."""
     before: Path = _BEFORE[entry.kind]
     if entry.dataset.startswith(f"{GROUP_TENSORS}/"):
         return dotted(("optim", "param_groups", *entry.place[2:]))

@@ -36,19 +36,19 @@ class Footer:
     digest: int
 
     def pack(self) -> bytes:
-        """The bytes that end the file."""
+        """Return the bytes that end the file."""
         table = b"".join(_REGION.pack(*region) for region in self.regions)
         own = xxhash.xxh3_64_intdigest(table + struct.pack("<QQQ", self.file_bytes, len(self.regions), self.digest))
         return table + _TRAILER.pack(self.file_bytes, len(self.regions), self.digest, own, MAGIC)
 
 
 def packed_bytes(regions: int) -> int:
-    """The length of a footer over so many regions."""
+    """Return the length of a footer over so many regions."""
     return _TRAILER.size + regions * _REGION.size
 
 
 def make_footer(regions: Sequence[tuple[int, bytes | bytearray]], data_end: int) -> Footer:
-    """The footer of these regions, (first byte, bytes) ascending, when it is written at `data_end`."""
+    """Return the footer of these regions, (first byte, bytes) ascending, when it is written at `data_end`."""
     digest = xxhash.xxh3_64()
     for _, data in regions:
         digest.update(data)
@@ -57,9 +57,9 @@ def make_footer(regions: Sequence[tuple[int, bytes | bytearray]], data_end: int)
 
 
 def read_footer(nbytes: int, read: Callable[[int, int], bytes | bytearray]) -> Footer | None:
-    """The footer of a file of `nbytes` bytes; None if it has none. `read` takes an offset and a length.
+    """Return the footer of a file of `nbytes` bytes; None if it has none. `read` takes an offset and a length.
 
-    Raises ValueError, with the reason, for a damaged footer.
+    Raise ValueError, with the reason, for a damaged footer.
     """
     if nbytes < _TRAILER.size:
         return None
@@ -84,7 +84,7 @@ def read_footer(nbytes: int, read: Callable[[int, int], bytes | bytearray]) -> F
 
 
 def read_regions(footer: Footer, read: Callable[[int, int], bytes | bytearray]) -> list[tuple[int, bytes | bytearray]]:
-    """Reads all regions; raises ValueError unless they have the footer's checksum."""
+    """Read all regions; raise ValueError unless they have the footer's checksum."""
     found = [(begin, read(begin, size)) for begin, size in footer.regions]
     digest = xxhash.xxh3_64()
     for _, data in found:

@@ -58,14 +58,14 @@ class SparseImage(_Cursor):
         self._shared: set[int] = set()  # pages that copies have as well
 
     def copy(self) -> SparseImage:
-        """A copy; both share each page until one of them writes to it."""
+        """Return a copy; both share each page until one of them writes to it."""
         image = SparseImage()
         image.nbytes, image._pages = self.nbytes, dict(self._pages)
         self._shared, image._shared = set(self._pages), set(self._pages)
         return image
 
     def _own(self, page: int) -> bytearray:
-        """A page that may be changed."""
+        """Return a page that may be changed."""
         if page in self._shared:
             self._shared.remove(page)
             self._pages[page] = self._pages[page].copy()
@@ -94,7 +94,7 @@ class SparseImage(_Cursor):
         return nbytes
 
     def written(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """The written pages between two places, adjacent ones together: (first byte, bytes)."""
+        """Yield the written pages between two places, adjacent ones together: (first byte, bytes)."""
         pages: Sequence[int] = range(begin // _PAGE, -(-end // _PAGE))
         if len(pages) > len(self._pages):
             pages = sorted(page for page in self._pages if page in pages)

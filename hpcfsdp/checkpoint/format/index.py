@@ -1,6 +1,6 @@
 """The index of a checkpoint file: everything but the elements of its tensors, checked before use.
 
-Needs numpy and h5py alone. Executes nothing of a file.
+Needs numpy and h5py alone. Execute nothing of a file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from hpcfsdp.reshard.tiling import MOST_ELEMENTS, TilingError, byte_ranges, firs
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merges ranges that touch or overlap; ascending."""
+    """Merge ranges that touch or overlap; ascending."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if found and begin <= found[-1][1]:
@@ -67,7 +67,7 @@ def check_extents(
     size: int,
     part_sizes: Sequence[int] = (),
 ) -> dict[str, tuple[int, int]]:
-    """Proves that the extents tile every tensor, and neither leave the files nor overlap; the rows of each tensor.
+    """Prove that the extents tile each tensor, stay in the files and do not overlap; return the rows of each tensor.
 
     Args:
         regions: (first byte, end) of everything but tensors.
@@ -96,7 +96,7 @@ def check_extents(
 
 
 def _check_lengths(path: Path, specs: dict[str, TensorSpec], rows: np.ndarray) -> None:
-    """Raises if a row has more bytes than a block: a reader reads rows whole to verify them."""
+    """Raise if a row has more bytes than a block: a reader reads rows whole to verify them."""
     itemsizes = np.array([spec.itemsize for spec in specs.values()], np.int64)
     lengths = rows["count"].astype(np.int64) * rows["numel"].astype(np.int64) * itemsizes[rows["tensor"]]
     long = np.flatnonzero(lengths > schema.BLOCK_BYTES)
@@ -114,7 +114,7 @@ _BEYOND_ANY_FILE = MOST_ELEMENTS
 def _check_places(
     path: Path, specs: dict[str, TensorSpec], rows: np.ndarray, regions: list[tuple[int, int]], sizes: np.ndarray
 ) -> None:
-    """Raises unless all elements are within their files, and no two byte ranges overlap."""
+    """Raise unless all elements are within their files, and no two byte ranges overlap."""
     paths, itemsizes = list(specs), np.array([spec.itemsize for spec in specs.values()], np.int64)
     ends = rows["byte_offset"].astype(np.int64) + schema.row_spans(rows) * itemsizes[rows["tensor"]]
     beyond = np.flatnonzero(ends > sizes[rows["file"]])
@@ -137,7 +137,9 @@ def _check_places(
 
 
 def elements_in(rows: np.ndarray, itemsizes: np.ndarray, file: int) -> tuple[np.ndarray, np.ndarray]:
-    """First bytes and ends of the ranges of file number `file` that are elements, ascending; see ``byte_ranges``."""
+    """Return first bytes and ends of the ranges of file number `file` that are elements, ascending; see
+    ``byte_ranges``.
+    """
     rows = rows[rows["file"] == file]
     tensors, sizes = rows["tensor"], itemsizes[rows["tensor"]]
     begins, counts = rows["byte_offset"].astype(np.int64), rows["count"].astype(np.int64)
@@ -197,11 +199,11 @@ class CheckpointIndex:
     state_dict: list[dict[str, Any]] | None = None
 
     def resolve(self, path: str) -> TensorSpec:
-        """The tensor under a path or an alias; raises KeyError without one."""
+        """Return the tensor under a path or an alias; raise KeyError without one."""
         return self.tensors[self.links.get(path, path)]
 
     def rows_of(self, path: str) -> np.ndarray:
-        """The rows of a tensor's extents, by its path or an alias."""
+        """Return the rows of a tensor's extents, by its path or an alias."""
         first, end = self.first_rows[self.links.get(path, path)]
         return self.extents[first:end]
 
@@ -221,7 +223,7 @@ def open_index(path: str | os.PathLike[str]) -> CheckpointIndex:
 
 
 def read_index(fd: int, path: Path) -> CheckpointIndex:
-    """Reads the index of an open file, see ``open_index``. HDF5 only parses bytes with a verified checksum."""
+    """Read the index of an open file, see ``open_index``. HDF5 only parses bytes with a verified checksum."""
     footer = read_file_footer(fd, path)
     try:
         if footer is None:
@@ -238,7 +240,7 @@ def read_index(fd: int, path: Path) -> CheckpointIndex:
                 )
             with naming_damage(path):
                 budget = MemoryBudget.of_file(fd)
-            return _read_sealed(path, file, footer, budget)
+            return _read_checked(path, file, footer, budget)
     except CheckpointError:
         raise
     except Exception as error:  # h5py raises half a dozen types on damaged files
@@ -246,7 +248,7 @@ def read_index(fd: int, path: Path) -> CheckpointIndex:
         raise CheckpointCorruptError(f"{path}: damaged: HDF5 cannot read it ({problem})") from error
 
 
-def _read_sealed(path: Path, file: h5py.File, footer: Footer, budget: MemoryBudget) -> CheckpointIndex:
+def _read_checked(path: Path, file: h5py.File, footer: Footer, budget: MemoryBudget) -> CheckpointIndex:
     regions = [(begin, begin + nbytes) for begin, nbytes in footer.regions]
     values = SmallDatasets(path, file, footer.file_bytes - packed_bytes(len(regions)), budget)
     small = read_small(values)

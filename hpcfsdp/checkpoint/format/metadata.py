@@ -1,4 +1,4 @@
-"""All of a checkpoint file except the tensors' bytes, made by HDF5 in memory. Pure: touches no file.
+"""All of a checkpoint file except the tensors' bytes, made by HDF5 in memory. Pure: touch no file.
 
 HDF5 lays the file out, and its output is kept. The writer puts it on the disk after the tensors: until then HDF5
 could not mistake the file for a complete one.
@@ -67,8 +67,8 @@ class MetadataImage:
         """Bytes of the whole file."""
         return self.data_end + packed_bytes(len(self.regions) + 1 + bool(self.files))
 
-    def sealed(self, rows: np.ndarray, files: np.ndarray | None = None) -> tuple[list[tuple[int, bytes]], Footer]:
-        """All regions, (first byte, bytes), with the table of extents and that of other files, and the footer."""
+    def with_footer(self, rows: np.ndarray, files: np.ndarray | None = None) -> tuple[list[tuple[int, bytes]], Footer]:
+        """Return all regions, (first byte, bytes), with the tables of extents and of other files, and the footer."""
         tables = [(self.table, rows.tobytes())]
         if files is not None:
             tables.append((self.files, files.tobytes()))
@@ -86,7 +86,7 @@ def build_metadata_image(
     sources: Mapping[int, Sequence[VirtualSource]] | None = None,
     file_names: Sequence[str] = (),
 ) -> MetadataImage:
-    """Has HDF5 lay a file out.
+    """Have HDF5 lay a file out.
 
     Args:
         links: (alias, path of the tensor).
@@ -127,7 +127,7 @@ class _Base:
 
     Attributes:
         image: the file, with zeros for the values of attributes.
-        offsets, table, files: as in ``Metadata image``.
+        offsets, table, files: as in ``MetadataImage``.
         elsewhere: (first byte, number of bytes) outside of the regions, ascending.
         groups: that exist.
     """
@@ -150,7 +150,7 @@ def _base_of(
     num_files: int,
     longest_name: int,
 ) -> _Base:
-    """Lays out everything that depends on these arguments alone.
+    """Lay out everything that depends on these arguments alone.
 
     `marks` are the root group's attributes: name, dtype, shape.
     """
@@ -195,17 +195,17 @@ def _base_of(
 
 
 def _opened(image: SparseImage, mode: str) -> h5py.File:
-    """Opens the image with property lists made here: older versions of h5py record times in the root group."""
+    """Open the image with property lists made here: older versions of h5py record times in the root group."""
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fileobj_driver(h5py.h5fd.fileobj_driver, image)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     access.set_libver_bounds(*(_LIBVER[version] for version in schema.LIBVER))
     access.set_alignment(schema.ALIGNED_FROM_BYTES, schema.ALIGNMENT_BYTES)
     if mode == "r+":
-        return h5py.File(h5py.h5f.open(b"skeleton", h5py.h5f.ACC_RDWR, access))
+        return h5py.File(h5py.h5f.open(b"image", h5py.h5f.ACC_RDWR, access))
     layout = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     layout.set_obj_track_times(False)
-    return h5py.File(h5py.h5f.create(b"skeleton", h5py.h5f.ACC_TRUNC, layout, access))
+    return h5py.File(h5py.h5f.create(b"image", h5py.h5f.ACC_TRUNC, layout, access))
 
 
 def _group_layout() -> h5py.h5p.PropGCID:
@@ -229,7 +229,7 @@ def _tables(specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]]) -> di
 
 
 def _mark_metrics(file: h5py.File, paths: Iterable[str]) -> None:
-    """Marks metrics as NeXus plots, which viewers draw by themselves."""
+    """Mark metrics as NeXus plots, which viewers draw by themselves."""
     groups = (path.rpartition("/")[0] for path in paths)
     for group in dict.fromkeys(group for group in groups if group.rpartition("/")[0] == schema.METRICS):
         for name, value in schema.METRIC_ATTRIBUTES.items():
@@ -237,9 +237,9 @@ def _mark_metrics(file: h5py.File, paths: Iterable[str]) -> None:
 
 
 def _create_groups(file: h5py.File, known: set[str], paths: Iterable[str]) -> None:
-    """Makes the parent groups of these paths, except `known` ones.
+    """Make the parent groups of these paths, except `known` ones.
 
-    Groups that HDF5 makes implicitly would record times.
+    Group that HDF5 makes implicitly would record times.
     """
     layout = _group_layout()
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
@@ -269,20 +269,20 @@ def _create_tensor(file: h5py.File, spec: TensorSpec, sources: Sequence[VirtualS
 
 @functools.cache
 def _type_of(dtype: str) -> h5py.h5t.TypeID:
-    """The HDF5 type of a tensor's elements, by torch's name."""
+    """Return the HDF5 type of a tensor's elements, by torch's name."""
     return schema.hdf5_type(dtype)
 
 
 @functools.cache
 def _mark(dtype: str) -> tuple[np.ndarray, h5py.h5t.TypeID, h5py.h5s.SpaceID]:
-    """The value, type and space of the attribute with torch's dtype."""
+    """Return the value, type and space of the attribute with torch's dtype."""
     mark = np.array(dtype.encode())
     return mark, h5py.h5t.py_create(mark.dtype, logical=True), h5py.h5s.create(h5py.h5s.SCALAR)
 
 
 @functools.cache
 def _contiguous() -> h5py.h5p.PropDCID:
-    """The creation properties of a contiguous dataset."""
+    """Return the creation properties of a contiguous dataset."""
     return _layout()
 
 
@@ -297,7 +297,7 @@ def _layout() -> h5py.h5p.PropDCID:
 
 @functools.cache
 def _link() -> h5py.h5p.PropLCID:
-    """The creation properties of a dataset's link."""
+    """Return the creation properties of a dataset's link."""
     link = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     link.set_create_intermediate_group(True)
     link.set_char_encoding(h5py.h5t.CSET_UTF8)
@@ -306,13 +306,13 @@ def _link() -> h5py.h5p.PropLCID:
 
 @functools.cache
 def _one() -> h5py.h5s.SpaceID:
-    """The space of one element."""
+    """Return the space of one element."""
     return h5py.h5s.create_simple((1,))
 
 
 @functools.lru_cache(maxsize=64)
 def _first(shape: tuple[int, ...]) -> h5py.h5s.SpaceID:
-    """The first element of datasets of a shape."""
+    """Return the first element of datasets of a shape."""
     space = _space(shape)
     if shape:
         space.select_hyperslab((0,) * len(shape), (1,) * len(shape))
@@ -321,7 +321,7 @@ def _first(shape: tuple[int, ...]) -> h5py.h5s.SpaceID:
 
 @functools.lru_cache(maxsize=64)
 def _zero(dtype: np.dtype) -> np.ndarray:
-    """One element."""
+    """Return one element."""
     return np.zeros(1, dtype)
 
 
@@ -345,7 +345,7 @@ def _space(shape: tuple[int, ...]) -> h5py.h5s.SpaceID:
 
 
 def _map(layout: h5py.h5p.PropDCID, path: str, shape: tuple[int, ...], source: VirtualSource) -> None:
-    """Maps runs of a virtual dataset to another file."""
+    """Map runs of a virtual dataset to another file."""
     length = sum(end - begin for begin, end in source.runs)
     here, there, done = h5py.h5s.create_simple(shape), h5py.h5s.create_simple((length,)), 0
     for box in joined_boxes(shape, source.runs):
@@ -357,14 +357,14 @@ def _map(layout: h5py.h5p.PropDCID, path: str, shape: tuple[int, ...], source: V
 
 
 def select(space: h5py.h5s.SpaceID, boxes: Iterable[Box]) -> None:
-    """Selects exactly these boxes of a data space."""
+    """Select exactly these boxes of a data space."""
     space.select_none()
     for begins, sizes in boxes:
         space.select_hyperslab(begins, (1,) * len(begins), None, sizes, op=h5py.h5s.SELECT_OR)
 
 
 def _allocate(dataset: h5py.h5d.DatasetID, kind: h5py.h5t.TypeID, shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """Allocates a dataset's storage by writing one element, for which HDF5 has no other call; its first byte.
+    """Allocate a dataset's storage by writing one element, for which HDF5 has no other call; return its first byte.
 
     `dtype` is numpy's dtype of the element size. Nothing is converted: numpy has no bfloat16.
     """
@@ -375,7 +375,7 @@ def _allocate(dataset: h5py.h5d.DatasetID, kind: h5py.h5t.TypeID, shape: tuple[i
 
 
 def _regions(image: SparseImage, elsewhere: Iterable[tuple[int, int]]) -> list[tuple[int, bytes]]:
-    """The image outside of these (first byte, number of bytes), ascending, without zeros at both ends."""
+    """Return the image outside of these (first byte, number of bytes), ascending, without zeros at both ends."""
     found, end = [], 0
     for begin, nbytes in [*elsewhere, (image.nbytes, 0)]:
         for first, data in image.written(end, begin) if end < begin else ():

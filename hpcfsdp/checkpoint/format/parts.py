@@ -28,7 +28,7 @@ _LOOKED_AT = 64 << 20
 
 
 def remove_abandoned(path: Path) -> None:
-    """Removes what earlier saves of a path have left behind, where that is possible."""
+    """Remove what earlier saves of a path have left behind, where that is possible."""
     with contextlib.suppress(OSError):
         now_s = time.time()
         for left in (*abandoned_partials(path, now_s), *abandoned_parts(path.parent, now_s, path.stem)):
@@ -37,23 +37,23 @@ def remove_abandoned(path: Path) -> None:
 
 
 def part_path(path: Path, token: str, node: int) -> Path:
-    """The path of a node's part of the checkpoint `path`; of the token of the save it has the 8 random digits."""
+    """Return the path of a node's part of the checkpoint `path`, with the 8 random digits of the save's token."""
     return path.with_name(f"{path.stem}.{token[:8]}.node-{node}.h5")
 
 
 def is_part(path: Path) -> bool:
-    """Whether a file is named as a part of a checkpoint."""
+    """Return whether a file is named as a part of a checkpoint."""
     return _NAME.fullmatch(path.name) is not None
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The paths of a checkpoint's parts, whether they exist or not."""
+    """Return the paths of a checkpoint's parts, whether they exist or not."""
     index = open_index(path)
     return [_folder_of(path) / part.name for part in index.parts]
 
 
 def owned_parts(path: Path) -> list[Path]:
-    """The parts that become useless when `path` is removed or replaced; none where that is uncertain.
+    """Return the parts that become useless when `path` is removed or replaced; none where that is uncertain.
 
     Hard and symbolic links to a checkpoint, and copies of it in the same folder, still need its parts.
     """
@@ -72,10 +72,10 @@ def owned_parts(path: Path) -> list[Path]:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Removes a checkpoint and the parts that only it needs. Processes that have them open can still read them.
+    """Remove a checkpoint and the parts that only it needs. Processes that have them open can still read them.
 
     The checkpoint goes first, so that none ever lacks a part. The parts of a damaged checkpoint are unknown; they stay
-    until ``abandoned_parts`` finds them. Raises OSError where a file cannot be removed.
+    until ``abandoned_parts`` finds them. Raise OSError where a file cannot be removed.
     """
     own = owned_parts(path)
     disk.remove(path)
@@ -83,7 +83,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def remove_parts(folder: Path, parts: list[Path]) -> None:
-    """Removes parts that no checkpoint of the folder needs any more; raises OSError where that fails."""
+    """Remove parts that no checkpoint of the folder needs any more; raise OSError where that fails."""
     if parts:
         disk.sync_folder(folder)  # the checkpoint that named them must not come back without them
     for part in parts:
@@ -91,9 +91,9 @@ def remove_parts(folder: Path, parts: list[Path]) -> None:
 
 
 def abandoned_parts(folder: Path, now_s: float, stem: str | None = None) -> list[Path]:
-    """Parts, complete or partial, that saves left behind: old, and not named by any checkpoint of the folder.
+    """Return parts, complete or partial, that saves left behind: old, and not named by any checkpoint of the folder.
 
-    If a possible checkpoint of the folder cannot be read, no complete part counts as abandoned. Raises OSError if the
+    If a possible checkpoint of the folder cannot be read, no complete part counts as abandoned. Raise OSError if the
     folder cannot be read.
 
     Args:
@@ -123,9 +123,9 @@ def _checkpoints(folder: Path) -> Iterator[Path]:
 
 
 def _may_name(path: Path, names: list[str], footer: Footer | None) -> bool:
-    """Whether an HDF5 file may name one of these parts of the checkpoint with this footer.
+    """Return whether an HDF5 file may name one of these parts of the checkpoint with this footer.
 
-    A sealed file names them only if it is a copy of the checkpoint, because names are unique to a save. Files of other
+    A file with a footer names them only if it is a copy of the checkpoint, because names are unique to a save. Files of other
     programs are searched for the names.
     """
     with path.open("rb") as file:
@@ -143,7 +143,7 @@ def _may_name(path: Path, names: list[str], footer: Footer | None) -> bool:
 
 
 def _named_after(path: Path) -> list[Path]:
-    """Parts with the name of a checkpoint, of any save."""
+    """Return parts with the name of a checkpoint, of any save."""
     with contextlib.suppress(OSError):
         found = (_NAME.fullmatch(other.name) for other in path.parent.iterdir())
         return [path.with_name(match.string) for match in found if match and match["stem"] == path.stem]
@@ -151,5 +151,5 @@ def _named_after(path: Path) -> list[Path]:
 
 
 def _folder_of(path: Path) -> Path:
-    """The folder of a checkpoint's parts, as HDF5 resolves it: that of the file itself, not of a link to it."""
+    """Return the folder of a checkpoint's parts, as HDF5 resolves it: that of the file itself, not of a link to it."""
     return Path(os.path.realpath(path)).parent

@@ -27,9 +27,9 @@ _ALLOWED = "numbers, strings, lists, tuples, dicts, bytes, arrays or tensors"
 
 
 def to_plain(name: str, value: Any) -> tuple[Any, Types]:
-    """A value of JSON's types and arrays, which stand for those of all other types, and the places of these.
+    """Return a value of JSON's types and arrays, which stand for those of all other types, and the places of these.
 
-    Raises CheckpointError for a value that would not come back as it was, with `name` and the place in the value.
+    Raise CheckpointError for a value that would not come back as it was, with `name` and the place in the value.
     """
     types: list[tuple[Place, str]] = []
 
@@ -55,7 +55,7 @@ def to_plain(name: str, value: Any) -> tuple[Any, Types]:
 
 
 def from_plain(value: Any, types: Sequence[Any]) -> Any:
-    """Undoes ``to_plain``; raises IndexError for a place where nothing is. `types` may be of JSON. Copies no arrays."""
+    """Undo ``to_plain``; raise IndexError for a place where nothing is. `types` may be of JSON. Copy no arrays."""
     kinds = {tuple(path): kind for path, kind in types}
 
     def visit(item: Any, path: Place) -> Any:
@@ -73,14 +73,14 @@ def from_plain(value: Any, types: Sequence[Any]) -> Any:
 
 
 def fits(kind: str, form: Any) -> bool:
-    """Whether there is such a type, and `form` can stand for a value of it."""
+    """Return whether there is such a type, and `form` can stand for a value of it."""
     name, _, detail = kind.partition(" ")
     of, details, _ = _TYPES.get(name, (type(None), (), None))
     return isinstance(form, of) and detail in details and (of is not np.ndarray or form.dtype.isnative)
 
 
 def _form_of(item: Any, where: str) -> tuple[str, Any]:
-    """The type of an item, empty for one that needs none, and what stands for the item."""
+    """Return the type of an item, empty for one that needs none, and what stands for the item."""
     kind, torch = type(item), sys.modules.get("torch")
     name, form = kind.__name__, item
     if kind in (list, dict) or (kind is np.ndarray and item.dtype.kind in "biufc"):
@@ -107,7 +107,7 @@ def _form_of(item: Any, where: str) -> tuple[str, Any]:
 
 
 def _array_of(tensor: Any, where: str) -> np.ndarray:
-    """A copy of a tensor: of bfloat16 as float32, of 8-bit floats their bits."""
+    """Return a copy of a tensor: of bfloat16 as float32, of 8-bit floats their bits."""
     torch = sys.modules["torch"]
     try:
         values = tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True)  # numpy() would mark its storage
@@ -158,7 +158,7 @@ _ITEMS_KEY = "__items__"
 
 
 def split_arrays(value: Any, first: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
-    """JSON-ready `value` with references in place of arrays, and the arrays by name, numbered from `first`.
+    """Return JSON-ready `value` with references in place of arrays, and the arrays by name, numbered from `first`.
 
     Args:
         value: as ``plain_values.to_plain`` gives it.
@@ -196,7 +196,7 @@ def join_arrays(value: Any, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def leaves_of(name: str, value: Any, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Short descriptions of all leaves of a value from ``split_arrays``, by place ("extra['data'][0]"). Pure."""
+    """Return short descriptions of all leaves of a value from ``split_arrays``, by place ("extra['data'][0]"). Pure."""
     found: dict[str, str] = {}
 
     def visit(item: Any, place: str) -> None:

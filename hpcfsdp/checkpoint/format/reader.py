@@ -66,7 +66,7 @@ class _Row(NamedTuple):
 
 
 class BlockReader:
-    """Reads runs of tensors and verifies their checksums. A context manager."""
+    """Read runs of tensors and verify their checksums. A context manager."""
 
     def __init__(self, index: CheckpointIndex, *, verify: bool = True) -> None:
         """Not collective. Without `verify`, it reads only the requested bytes and compares no checksums."""
@@ -81,7 +81,7 @@ class BlockReader:
         self._parts: dict[int, tuple[int, contextlib.ExitStack]] = {}  # descriptor, and a stack that closes it
 
     def __enter__(self) -> BlockReader:
-        """Opens the file; raises CheckpointReplacedError if it is another one by now."""
+        """Open the file; raise CheckpointReplacedError if it is another one by now."""
         self._fd = self._stack.enter_context(open_file(self.path, self._index.footer))
         return self
 
@@ -91,9 +91,9 @@ class BlockReader:
         self._stack.close()
 
     def check_part(self, number: int) -> None:
-        """Opens a part and checks that it was written with the checkpoint. `number` is as in the table of extents.
+        """Open a part and check that it was written with the checkpoint. `number` is as in the table of extents.
 
-        Raises CheckpointCorruptError if it is missing, damaged, or of another checkpoint, CheckpointError if it cannot
+        Raise CheckpointCorruptError if it is missing, damaged, or of another checkpoint, CheckpointError if it cannot
         be opened, CheckpointReplacedError if the checkpoint has been replaced.
         """
         if number not in self._parts:
@@ -120,9 +120,9 @@ class BlockReader:
         stack.close()
 
     def read(self, path: str, start: int, numel: int) -> np.ndarray:
-        """Elements `start` to `start + numel` of a tensor, 1-D, in ``schema.numpy_dtype`` of its dtype.
+        """Return elements `start` to `start + numel` of a tensor, 1-D, in ``schema.numpy_dtype`` of its dtype.
 
-        Raises ValueError for elements outside of the tensor, CheckpointCorruptError for a wrong checksum.
+        Raise ValueError for elements outside of the tensor, CheckpointCorruptError for a wrong checksum.
         """
         output = np.empty(numel, dtype=schema.numpy_dtype(self._index.resolve(path).dtype))
         self.read_into(path, start, output)
@@ -164,7 +164,7 @@ class BlockReader:
                 first = stop
 
     def check_rows(self, places: np.ndarray) -> None:
-        """Verifies rows of the table of extents, by their places in it; raises as ``read``.
+        """Verify rows of the table of extents, by their places in it; raise as ``read``.
 
         Best in the order of the file.
         """
@@ -189,12 +189,14 @@ class BlockReader:
                 end += nbytes
 
     def place(self) -> Hashable:
-        """A value that is equal on two processes only if they share the file's pages in memory; see ``Files.place``."""
+        """Return a value that is equal on two processes only if they share the file's pages in memory; see
+        ``Files.place``.
+        """
         with naming_damage(self.path):
             return disk.place(self._fd)
 
     def _overlapping(self, path: str, start: int, numel: int) -> tuple[TensorSpec, list[_Row]]:
-        """A tensor, and the rows with some of these elements."""
+        """Return a tensor, and the rows with some of these elements."""
         spec, end = self._index.resolve(path), start + numel
         if not 0 <= start <= end <= spec.numel:
             raise ValueError(f"{path} has {spec.numel} elements, asked for {start} to {end}")
@@ -207,13 +209,13 @@ class BlockReader:
         return spec, [row for row in map(_Row._make, rows.tolist()) if row.start < end and row.end > start]
 
     def blocks(self, path: str) -> Iterator[np.ndarray]:
-        """All elements of a tensor in row-major order, in blocks."""
+        """Yield all elements of a tensor in row-major order, in blocks."""
         spec = self._index.resolve(path)
         for start in range(0, spec.numel, step := max(1, schema.BLOCK_BYTES // spec.itemsize)):
             yield self.read(path, start, min(step, spec.numel - start))
 
     def _read_row(self, spec: TensorSpec, row: _Row, start: int, output: np.ndarray) -> None:
-        """Copies the elements of a row that are within the output to it."""
+        """Copy the elements of a row that are within the output to it."""
         first, numel = row.start, row.numel
         end = start + len(output)
         if row.count == 1:
@@ -234,7 +236,7 @@ class BlockReader:
                 output[low - start : high - start] = run[low - begin : high - begin]
 
     def _whole(self, spec: TensorSpec, row: _Row) -> np.ndarray:
-        """All elements of a row, count x numel, verified."""
+        """Return all elements of a row, count x numel, verified."""
         place = row.file, row.byte_offset
         if place not in self._rows:
             runs = self._runs(spec, row)
@@ -247,7 +249,7 @@ class BlockReader:
         return self._rows[place]
 
     def _runs(self, spec: TensorSpec, row: _Row) -> np.ndarray:
-        """Reads all elements of a row, count x numel."""
+        """Read all elements of a row, count x numel."""
         numel, count, stride = row.numel, row.count, row.stride
         runs = np.empty((count, numel), schema.numpy_dtype(spec.dtype))
         # Long runs are read one by one, short ones together with the gaps between them.
@@ -261,7 +263,7 @@ class BlockReader:
         return runs
 
     def _fill_checked(self, spec: TensorSpec, row: _Row, target: np.ndarray) -> None:
-        """Reads all elements of a row of a single run, and verifies them while they are in the cache."""
+        """Read all elements of a row of a single run, and verify them while they are in the cache."""
         data = memoryview(target).cast("B")
         self._read_checked(spec, row, (data[i : i + _CHUNK_BYTES] for i in range(0, len(data), _CHUNK_BYTES)))
 
@@ -274,7 +276,7 @@ class BlockReader:
         self._read_checked(spec, row, (data[: min(_CHUNK_BYTES, nbytes - i)] for i in range(0, nbytes, _CHUNK_BYTES)))
 
     def _read_checked(self, spec: TensorSpec, row: _Row, chunks: Iterable[memoryview]) -> None:
-        """Reads a row of a single run into one chunk of memory after the other, and verifies it."""
+        """Read a row of a single run into one chunk of memory after the other, and verify it."""
         found, offset = schema.Checksum(), row.byte_offset
         fd, read = self._descriptor(row), disk.read
         try:
@@ -288,7 +290,7 @@ class BlockReader:
         self._compare(row, spec, found.value)
 
     def _fill(self, spec: TensorSpec, row: _Row, target: np.ndarray, away: int = 0) -> None:
-        """Reads a row's bytes, from `away` bytes behind its first element on."""
+        """Read a row's bytes, from `away` bytes behind its first element on."""
         fd = self._descriptor(row)
         try:
             got = disk.read(fd, memoryview(target).cast("B"), row.byte_offset + away)
@@ -324,7 +326,7 @@ class BlockReader:
 
 
 def _group_rows(rows: Iterable[tuple[TensorSpec, _Row]]) -> Iterator[list[tuple[TensorSpec, _Row]]]:
-    """Groups rows that can be read at once: rows of a single run that are adjacent in a file."""
+    """Group rows that can be read at once: rows of a single run that are adjacent in a file."""
     group: list[tuple[TensorSpec, _Row]] = []
     expected, nbytes = None, 0
     for spec, row in rows:
@@ -341,7 +343,7 @@ def _group_rows(rows: Iterable[tuple[TensorSpec, _Row]]) -> Iterator[list[tuple[
 
 
 def _check_part(master: Path, part: PartFile, path: Path, fd: int) -> None:
-    """Raises unless an open file is the part of this checkpoint."""
+    """Raise unless an open file is the part of this checkpoint."""
     size = disk.size(fd)
     if size < part.nbytes:
         raise CheckpointCorruptError(f"{path}: truncated: {master.name} knows it with {part.nbytes} bytes, not {size}")

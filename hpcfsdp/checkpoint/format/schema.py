@@ -90,23 +90,23 @@ before it. The first is at `byte_offset` of the file.
 
 
 def row_spans(rows: np.ndarray) -> np.ndarray:
-    """Elements from the first to the last of each row, int64."""
+    """Return the elements from the first to the last of each row, int64."""
     counts, strides, numels = (rows[name].astype(np.int64) for name in ("count", "stride", "numel"))
     return (counts - 1) * strides + numels
 
 
 def tensor_table_dtype(longest_path: int) -> np.dtype:
-    """A row of meta/tensors: the path, torch's name of the dtype, and the range of its sizes in meta/shapes."""
+    """Return the dtype of a row of meta/tensors: path, torch's name of the dtype, range of sizes in meta/shapes."""
     return np.dtype([("path", f"S{max(1, longest_path)}"), ("dtype", "S16"), ("first_dim", "<u8"), ("ndim", "<u8")])
 
 
 def link_table_dtype(longest_path: int) -> np.dtype:
-    """A row of meta/links: an alias of a tensor, and its index in meta/tensors."""
+    """Return the dtype of a row of meta/links: an alias of a tensor, and its index in meta/tensors."""
     return np.dtype([("path", f"S{max(1, longest_path)}"), ("tensor", "<u8")])
 
 
 def file_table_dtype(longest_name: int) -> np.dtype:
-    """A row of meta/files: the name, next to this file, its bytes, and the digest of its footer."""
+    """Return the dtype of a row of meta/files: the name, next to this file, its bytes, and the digest of its footer."""
     return np.dtype([("name", f"S{max(1, longest_name)}"), ("nbytes", "<u8"), ("digest", "<u8")])
 
 
@@ -183,12 +183,12 @@ class CheckpointInfo:
 
 
 def supported(dtype: str) -> bool:
-    """Whether tensors of this dtype (torch's name) can be written."""
+    """Return whether tensors of this dtype (torch's name) can be written."""
     return dtype in _NUMPY_DTYPES
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
-    """The numpy dtype that holds the bytes of torch's `dtype`; bfloat16 as 16-bit words."""
+    """Return the numpy dtype that holds the bytes of torch's `dtype`; bfloat16 as 16-bit words."""
     return np.dtype(_NUMPY_DTYPES[dtype])
 
 
@@ -202,7 +202,7 @@ def bfloat16_type() -> h5py.h5t.TypeFloatID:
 
 
 def hdf5_type(dtype: str) -> h5py.h5t.TypeID:
-    """The HDF5 type that a tensor of torch's `dtype` is written as."""
+    """Return the HDF5 type that a tensor of torch's `dtype` is written as."""
     if dtype == "bfloat16":
         return bfloat16_type()
     return h5py.h5t.py_create(numpy_dtype(dtype), logical=True)
@@ -212,7 +212,7 @@ _MOST_ATTRIBUTE_BYTES = 1 << 12
 
 
 def attribute(holder: h5py.Group | h5py.Dataset, name: str) -> Any:
-    """An attribute that is one number or a short text; None for anything else."""
+    """Return an attribute that is one number or a short text; None for anything else."""
     if not h5py.h5a.exists(holder.id, name.encode()):
         return None
     found = h5py.h5a.open(holder.id, name.encode())
@@ -226,7 +226,7 @@ def attribute(holder: h5py.Group | h5py.Dataset, name: str) -> Any:
 
 
 def torch_dtype(dataset: h5py.Dataset) -> str:
-    """torch's name of a dataset's dtype; raises ValueError where no saver wrote it."""
+    """Return torch's name of a dataset's dtype; raise ValueError where no saver wrote it."""
     marked = attribute(dataset, DTYPE_ATTRIBUTE)
     if marked is not None:
         name = bytes(marked).decode()
@@ -240,7 +240,7 @@ def torch_dtype(dataset: h5py.Dataset) -> str:
 
 
 def needs_mark(dtype: str) -> bool:
-    """Whether the HDF5 type alone does not identify torch's dtype."""
+    """Return whether the HDF5 type alone does not identify torch's dtype."""
     return dtype in ("bool", "bfloat16") or dtype.startswith("float8")
 
 
@@ -254,9 +254,9 @@ TOO_DEEP = f"lists and dicts are in each other over more than {MOST_LEVELS} leve
 
 
 def to_json(value: Any) -> bytes:
-    """JSON as ASCII bytes; floats keep all bits, NaN and infinities are as Python's json writes them.
+    """Return JSON as ASCII bytes; floats keep all bits, NaN and infinities are as Python's json writes them.
 
-    Raises TypeError for a value that JSON does not support, CheckpointError for more than ``MOST_LEVELS`` levels.
+    Raise TypeError for a value that JSON does not support, CheckpointError for more than ``MOST_LEVELS`` levels.
     """
     try:
         text = json.dumps(value, separators=(",", ":")).encode("ascii")
@@ -269,7 +269,7 @@ def to_json(value: Any) -> bytes:
 
 
 def from_json(text: bytes) -> Any:
-    """Undoes ``to_json``; raises ValueError for other bytes, or more than ``MOST_LEVELS`` levels."""
+    """Undo ``to_json``; raise ValueError for other bytes, or more than ``MOST_LEVELS`` levels."""
     try:
         value = json.loads(bytes(text).decode("ascii"))
         deep = _is_deep(value)

@@ -1,4 +1,4 @@
-"""Reads attributes, tables and small values of a checkpoint, and checks each, and its types, before use.
+"""Read attributes, tables and small values of a checkpoint, and check each, and its types, before use.
 
 HDF5 has parsed them by then. Some layouts make it expand few bytes to many, or read other files: whatever this
 package does not write is refused.
@@ -38,14 +38,14 @@ _SINGLE = (
 
 
 def attribute_text(value: Any) -> str:
-    """The text of an attribute."""
+    """Return the text of an attribute."""
     with contextlib.suppress(AttributeError):
         return value.decode()
     return str(value)
 
 
 def required_attribute(file: h5py.File, name: str, kind: Callable[[Any], Any]) -> Any:
-    """An attribute of the root group, converted by `kind`; raises ValueError if it is missing or invalid."""
+    """Return an attribute of the root group, converted by `kind`; raise ValueError if it is missing or invalid."""
     value = schema.attribute(file, name)
     try:
         if value is not None:
@@ -56,9 +56,9 @@ def required_attribute(file: h5py.File, name: str, kind: Callable[[Any], Any]) -
 
 
 def check_kind(path: Path, file: h5py.File) -> str:
-    """The version of the format.
+    """Return the version of the format.
 
-    Raises CheckpointError for an unsupported one or a part, else CheckpointCorruptError.
+    Raise CheckpointError for an unsupported one or a part, else CheckpointCorruptError.
     """
     kind = attribute_text(schema.attribute(file, "format"))
     if kind == schema.PART_FORMAT:
@@ -90,7 +90,7 @@ class SmallDatasets:
         self.places: list[tuple[int, int]] = []
 
     def get(self, name: str) -> h5py.Group | h5py.Dataset | None:
-        """A group or dataset, None if there is none; raises for links to other places."""
+        """Return a group or dataset, None if there is none; raise for links to other places."""
         found: Any = self._file
         for part in name.split("/"):
             link = found.get(part, getlink=True) if isinstance(found, h5py.Group) else None
@@ -102,12 +102,13 @@ class SmallDatasets:
         return found
 
     def names(self, name: str) -> Iterable[str]:
-        """The names in a group; none if there is no such group."""
+        """Return the names in a group; none if there is no such group."""
         found = self.get(name)
         return found if isinstance(found, h5py.Group) else ()
 
     def read(self, name: str, regions: Iterable[tuple[int, int]] | None = None) -> Any:
-        """The value of a dataset. Raises CheckpointCorruptError unless its bytes are stored unencoded in this file.
+        """Return the value of a dataset. Raise CheckpointCorruptError unless its bytes are stored unencoded in this
+        file.
 
         Args:
             regions: (first byte, end) of ranges, one of which must contain all of it. Regions lack zeros at the ends of
@@ -146,7 +147,7 @@ class SmallDatasets:
 
 
 def read_small(values: SmallDatasets) -> dict[str, Any]:
-    """All datasets but tensors and the table of extents, as they were given to ``build_metadata_image``."""
+    """Return all datasets but tensors and the table of extents, as they were given to ``build_metadata_image``."""
     names = [name for name in _SINGLE if values.get(name) is not None]
     for group in (schema.EXTRA_ARRAYS, schema.RNG):
         names += [f"{group}/{name}" for name in values.names(group)]
@@ -156,7 +157,7 @@ def read_small(values: SmallDatasets) -> dict[str, Any]:
 
 
 def read_specs(tensors: np.ndarray, sizes: np.ndarray) -> dict[str, TensorSpec]:
-    """The tensors of the two tables; raises ValueError where these are invalid."""
+    """Return the tensors of the two tables; raise ValueError where these are invalid."""
     if sizes.ndim != 1 or sizes.dtype.kind != "u":
         raise ValueError(f"{schema.SHAPES} is no list of sizes")
     shape = sizes.tolist()
@@ -174,7 +175,7 @@ def read_specs(tensors: np.ndarray, sizes: np.ndarray) -> dict[str, TensorSpec]:
 
 
 def read_links(links: np.ndarray, specs: dict[str, TensorSpec]) -> dict[str, str]:
-    """The path of each alias; raises ValueError for an unknown tensor, or a path that occurs twice."""
+    """Return the path of each alias; raise ValueError for an unknown tensor, or a path that occurs twice."""
     paths, found = list(specs), {}
     for path, tensor in _rows(schema.LINKS, links, ("path", "tensor")):
         name = path.decode()
@@ -185,7 +186,7 @@ def read_links(links: np.ndarray, specs: dict[str, TensorSpec]) -> dict[str, str
 
 
 def read_parts(values: SmallDatasets, regions: Iterable[tuple[int, int]]) -> list[tuple[str, int, int]]:
-    """Part files: name, bytes, and the digest of the footer. Raises ValueError for a name outside of this folder."""
+    """Return part files: name, bytes, digest of the footer. Raise ValueError for a name outside of this folder."""
     if values.get(schema.FILES) is None:
         return []
     table = values.read(schema.FILES, regions)
@@ -197,7 +198,7 @@ def read_parts(values: SmallDatasets, regions: Iterable[tuple[int, int]]) -> lis
 
 
 def _rows(name: str, table: np.ndarray, fields: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
-    """The rows of a table, a few thousand at a time as Python objects."""
+    """Yield the rows of a table, a few thousand at a time as Python objects."""
     kinds = {"path": "S", "dtype": "S", "name": "S"}
     if (
         table.ndim != 1
@@ -210,7 +211,7 @@ def _rows(name: str, table: np.ndarray, fields: tuple[str, ...]) -> Iterator[tup
 
 
 def read_json(small: dict[str, Any], name: str) -> Any:
-    """The value of a dataset of JSON; raises ValueError, naming the dataset, for other content."""
+    """Return the value of a dataset of JSON; raise ValueError, naming the dataset, for other content."""
     found = small.get(name)
     if not isinstance(found, bytes):
         raise ValueError(f"{name} is no text")
@@ -221,7 +222,7 @@ def read_json(small: dict[str, Any], name: str) -> Any:
 
 
 def read_extra(small: dict[str, Any], name: str) -> dict[str, Any]:
-    """Values with their arrays; raises ValueError where they are invalid."""
+    """Return values with their arrays; raise ValueError where they are invalid."""
     prefix = f"{schema.EXTRA_ARRAYS}/"
     arrays = {path.removeprefix(prefix): value for path, value in small.items() if path.startswith(prefix)}
     try:
@@ -234,7 +235,7 @@ def read_extra(small: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def read_metrics(small: dict[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Curves by name: steps, values. Raises ValueError unless they are numbers of equal counts."""
+    """Return curves by name: steps, values. Raise ValueError unless they are numbers of equal counts."""
     paths = {path.rpartition("/")[0] for path in small if path.startswith(f"{schema.METRICS}/")}
     found = {}
     for path in sorted(paths):
@@ -251,7 +252,7 @@ _PLAIN = (bool, int, float)
 
 
 def check_optimizer(groups: Any, scalars: Any, *, named: bool) -> None:
-    """Raises ValueError unless these are an optimizer's hyper-parameters and numbers, or None.
+    """Raise ValueError unless these are an optimizer's hyper-parameters and numbers, or None.
 
     `named`: each group must list its parameters by name; with torch.distributed.checkpoint they may be numbers.
     """
@@ -271,7 +272,7 @@ def check_optimizer(groups: Any, scalars: Any, *, named: bool) -> None:
 
 
 def odd_hyper_parameters(groups: list[dict[str, Any]] | None) -> list[str]:
-    """Descriptions of hyper-parameters that torch's optimizers could not use. Other optimizers might."""
+    """Return descriptions of hyper-parameters that torch's optimizers could not use. Other optimizers might."""
     return [
         f"group {number}: {key} is {_short(group[key])}, {what}"
         for number, group in enumerate(groups or ())
@@ -281,7 +282,7 @@ def odd_hyper_parameters(groups: list[dict[str, Any]] | None) -> list[str]:
 
 
 def check_module_states(states: Mapping[str, Any]) -> None:
-    """Raises ValueError unless these are states of modules with their types; see ``plain_values.to_plain``."""
+    """Raise ValueError unless these are states of modules with their types; see ``plain_values.to_plain``."""
     for name, state in states.items():
         place = f"{schema.MODULE_STATES}[{name!r}]"
         if not isinstance(state, list) or len(state) != 2:
@@ -290,7 +291,7 @@ def check_module_states(states: Mapping[str, Any]) -> None:
 
 
 def check_types(value: Any, types: Any, place: str) -> None:
-    """Raises ValueError unless ``from_plain(value, types)`` succeeds. `place` names the value in messages."""
+    """Raise ValueError unless ``from_plain(value, types)`` succeeds. `place` names the value in messages."""
     check_type(types, (list, tuple), f"types of {place}")
     done, entries = set[tuple[int, ...]](), dict[int, list[Any]]()
     for entry in types:
@@ -307,7 +308,7 @@ def check_types(value: Any, types: Any, place: str) -> None:
 
 
 def check_entries(entries: Any, tensors: Mapping[str, Any], index: Mapping[str, Any]) -> None:
-    """Raises ValueError unless each entry of a torch.distributed.checkpoint state dict is where its metadata claim.
+    """Raise ValueError unless each entry of a torch.distributed.checkpoint state dict is where its metadata claim.
 
     Args:
         tensors: paths of tensors and their aliases.
@@ -338,7 +339,7 @@ def check_entries(entries: Any, tensors: Mapping[str, Any], index: Mapping[str, 
 
 
 def check_type(value: Any, kind: Any, place: str) -> None:
-    """Raises ValueError unless the value is an object or list, as `kind` is."""
+    """Raise ValueError unless the value is an object or list, as `kind` is."""
     if not isinstance(value, kind):
         raise ValueError(f"{place} is {_short(value)}, no {'object' if kind is dict else 'list'}")
 

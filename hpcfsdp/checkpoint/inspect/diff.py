@@ -1,4 +1,4 @@
-"""Compares two checkpoints, a block at a time."""
+"""Compare two checkpoints, a block at a time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Tolerance:
         return self.relative == self.absolute == 0
 
     def allows(self, a: np.ndarray, b: np.ndarray, gaps: np.ndarray) -> np.ndarray:
-        """Which of the elements are equal, bool; `gaps` are their absolute differences."""
+        """Return which of the elements are equal, bool; `gaps` are their absolute differences."""
         if a.dtype.kind not in "fc":
             return a == b
         with np.errstate(invalid="ignore", over="ignore"):
@@ -124,7 +124,7 @@ def compare(
     advance: Advance = ignore,
     tolerance: Tolerance = EXACT,
 ) -> Difference:
-    """Compares two checkpoints; not collective.
+    """Compare two checkpoints; not collective.
 
     Args:
         patterns: compare only tensors that match one of them in either file, see ``names.matching``, and no values.
@@ -155,13 +155,13 @@ def compare(
 
 
 def to_compare(a: CheckpointIndex, b: CheckpointIndex, patterns: Iterable[str] = ()) -> int:
-    """Bytes of each file that ``compare`` goes through, at most."""
+    """Return bytes of each file that ``compare`` goes through, at most."""
     in_a, in_b = _chosen(a, b, list(patterns))
     return sum(a.resolve(path).nbytes for path in _once(a, b, [path for path in in_a if path in in_b]))
 
 
 def _chosen(a: CheckpointIndex, b: CheckpointIndex, patterns: list[str]) -> tuple[dict[str, None], dict[str, None]]:
-    """Paths to compare in each file, in its order. Each pattern has to match in one of them."""
+    """Return paths to compare in each file, in its order. Each pattern has to match in one of them."""
     if not patterns:
         return dict.fromkeys(matching(a)), dict.fromkeys(matching(b))
     found: dict[str, None] = {}
@@ -179,7 +179,7 @@ def _chosen(a: CheckpointIndex, b: CheckpointIndex, patterns: list[str]) -> tupl
 
 
 def _once(a: CheckpointIndex, b: CheckpointIndex, paths: Iterable[str]) -> list[str]:
-    """Removes paths of the same pair of tensors."""
+    """Remove paths of the same pair of tensors."""
     by_pair: dict[tuple[str, str], str] = {}
     for path in paths:
         by_pair.setdefault((a.links.get(path, path), b.links.get(path, path)), path)
@@ -206,10 +206,7 @@ def _changed(
 def compare_tensor(
     path: str, spec: TensorSpec, blocks: Iterable[tuple[np.ndarray, np.ndarray]], tolerance: Tolerance = EXACT
 ) -> ChangedTensor | None:
-    """Compares the elements of two tensors, in parts as ``BlockReader.read`` returns them;
-
-    None if all elements are equal within the tolerance.
-    """
+    """Compare two tensors, in parts of ``BlockReader.read``; return None if they are equal within the tolerance."""
     different = nan = begin = 0
     largest: int | float | None = None
     first = where = -1
@@ -237,14 +234,14 @@ def compare_tensor(
 
 
 def _bits(block: np.ndarray) -> np.ndarray:
-    """Elements as words, two for a complex number of 16 bytes, which count once."""
+    """Return elements as words, two for a complex number of 16 bytes, which count once."""
     if block.dtype.itemsize <= 8:
         return block.view(f"u{block.dtype.itemsize}")
     return block.view(np.dtype([("real", "u8"), ("imag", "u8")]))
 
 
 def absolute_difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The absolute differences of elements, NaN where one is NaN: of integers exact, uint64; otherwise float64."""
+    """Return the absolute differences of elements, NaN where one is NaN: of integers exact, uint64; else float64."""
     if one.dtype.kind in "iu":
         low, high = np.minimum(one, other), np.maximum(one, other)
         return high.astype(np.uint64) - low.astype(np.uint64)  # of negative ones too: it wraps around twice
@@ -280,7 +277,7 @@ def _value_differences(one: Any, other: Any, tolerance: Tolerance, name: str = "
 
 
 def array_difference(one: Any, other: Any) -> ChangedArray | None:
-    """The difference of two arrays of numbers with one shape and dtype; None for anything else."""
+    """Return the difference of two arrays of numbers with one shape and dtype; None for anything else."""
     if not (isinstance(one, np.ndarray) and isinstance(other, np.ndarray)):
         return None
     if (one.dtype, one.shape) != (other.dtype, other.shape) or one.dtype.kind not in "iufc":

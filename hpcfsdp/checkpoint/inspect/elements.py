@@ -1,4 +1,4 @@
-"""Divides a tensor into pieces to read, each checksum in one piece. Pure."""
+"""Divide a tensor into pieces to read, each checksum in one piece. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpcfsdp.checkpoint.format.schema import TensorSpec
 
 
 def decoded(block: np.ndarray, dtype: str) -> np.ndarray:
-    """Decodes elements from ``BlockReader.read``, by torch's name of their dtype.
+    """Decode elements from ``BlockReader.read``, by torch's name of their dtype.
 
     bfloat16 and 8-bit floats become float32, which has all of their values; other dtypes stay, bool as uint8.
     """
@@ -29,7 +29,7 @@ def decoded(block: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def json_number(value: Any) -> Any:
-    """A number for JSON: not finite or complex ones as text."""
+    """Return a number for JSON: not finite or complex ones as text."""
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
@@ -47,7 +47,7 @@ _FLOAT8 = {
 
 @functools.cache
 def _float8_values(dtype: str) -> np.ndarray:
-    """The values of all 256 codes of an 8-bit float, float32.
+    """Return the values of all 256 codes of an 8-bit float, float32.
 
     e5m2 follows IEEE 754. "fn" has no infinity: all bits set is NaN, and no other code is. "uz" has no negative zero
     either: its code is the only NaN. e8m0fnu is a power of two without a sign.
@@ -76,7 +76,7 @@ Advance = Callable[[int], None]
 
 
 def ignore(_nbytes: int) -> None:
-    """Ignores progress."""
+    """Ignore progress."""
 
 
 MOST_BYTES = 16 * schema.BLOCK_BYTES
@@ -109,7 +109,7 @@ def iter_pieces(index: CheckpointIndex, path: str, at_least: int = schema.BLOCK_
 def read_pieces(
     index: CheckpointIndex, reader: BlockReader, path: str, advance: Advance = ignore
 ) -> Iterator[np.ndarray]:
-    """Reads all elements of a tensor in order, piece by piece."""
+    """Read all elements of a tensor in order, piece by piece."""
     for start, numel in iter_pieces(index, path):
         piece = reader.read(path, start, numel)
         yield piece
@@ -117,7 +117,7 @@ def read_pieces(
 
 
 def nbytes_of(index: CheckpointIndex, paths: Iterable[str]) -> int:
-    """Bytes of these tensors."""
+    """Return bytes of these tensors."""
     return sum(index.resolve(path).nbytes for path in paths)
 
 
@@ -142,7 +142,7 @@ class Statistics:
 
 
 def statistics(blocks: Iterable[np.ndarray], dtype: str) -> Statistics:
-    """Statistics of a tensor, from its elements in parts of ``BlockReader.read``; one part is in memory."""
+    """Return statistics of a tensor, from its elements in parts of ``BlockReader.read``; one part is in memory."""
     found = Statistics()
     for block in blocks:
         if block.size:
@@ -156,9 +156,9 @@ def file_statistics(
     paths: Iterable[str],
     advance: Advance = ignore,
 ) -> Iterator[tuple[TensorSpec, Statistics]]:
-    """Statistics of tensors of a file, one after the other; not collective.
+    """Yield statistics of tensors of a file, one after the other; not collective.
 
-    `advance` is called with the number of bytes read. Raises CheckpointCorruptError for damage.
+    `advance` is called with the number of bytes read. Raise CheckpointCorruptError for damage.
     """
     for path in paths:
         spec = index.resolve(path)
@@ -166,7 +166,7 @@ def file_statistics(
 
 
 def absolute(values: np.ndarray) -> np.ndarray:
-    """Absolute values of complex numbers, float64: in float32 those of large complex64 would be infinite."""
+    """Return absolute values of complex numbers, float64: in float32 those of large complex64 would be infinite."""
     with np.errstate(over="ignore"):  # of complex128 they can be more than the largest float
         return np.abs(values.astype(np.complex128))
 
@@ -189,7 +189,7 @@ def _of_values(values: np.ndarray) -> Statistics:
 
 
 def _mean_and_norm(values: np.ndarray, any_size: bool) -> tuple[float | complex, float]:
-    """Mean and norm of float64 or complex128; `any_size`: squares and sums may overflow or underflow."""
+    """Return mean and norm of float64 or complex128; `any_size`: squares and sums may overflow or underflow."""
     parts = values.view(np.float64)
     exponent = math.frexp(float(np.abs(parts).max()))[1] if any_size else 0
     if exponent:
@@ -209,7 +209,7 @@ def _scaled(value: float, exponent: int) -> float:
 
 
 def _joined(one: Statistics, other: Statistics) -> Statistics:
-    """Statistics of two parts of a tensor together."""
+    """Return statistics of two parts of a tensor together."""
     finite, more = (part.numel - part.nan - part.inf for part in (one, other))
     counts = (one.numel + other.numel, one.nan + other.nan, one.inf + other.inf)
     if not finite or not more:

@@ -14,7 +14,7 @@ _MODEL = f"{schema.MODEL}/"
 
 
 def matching(index: CheckpointIndex, patterns: Iterable[str] = ()) -> list[str]:
-    """Paths of the tensors, by any of their names, that match at least one pattern; not collective.
+    """Return paths of the tensors, by any of their names, that match at least one pattern; not collective.
 
     Args:
         patterns: names with shell wildcards ``*``, ``?`` and ``[ab]``; ``*`` also matches slashes. Compared with whole
@@ -52,7 +52,7 @@ def tensors_matching(index: CheckpointIndex, patterns: Iterable[str] = ()) -> li
 
 
 def match_names(pattern: str, paths: Iterable[str]) -> set[str]:
-    """The paths that one pattern matches, see ``matching``."""
+    """Return the paths that one pattern matches, see ``matching``."""
     like = re.compile(fnmatch.translate(pattern))
 
     def matches(name: str) -> bool:

@@ -60,9 +60,9 @@ def histogram(
     bins: int = BINS,
     advance: Advance = ignore,
 ) -> Histogram:
-    """One histogram of all elements of some tensors; not collective. Reads them twice, a block at a time.
+    """Return one histogram of all elements of some tensors; not collective. Read them twice, a block at a time.
 
-    `advance` is called with the number of bytes of each read. Raises CheckpointCorruptError for damage.
+    `advance` is called with the number of bytes of each read. Raise CheckpointCorruptError for damage.
     """
     found = [facts for _, facts in file_statistics(index, reader, paths, advance)]
     low = min((facts.min for facts in found if facts.min is not None), default=0)
@@ -110,10 +110,10 @@ def _counts(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
 def layer_norms(
     index: CheckpointIndex, reader: BlockReader, paths: Iterable[str], advance: Advance = ignore
 ) -> dict[str, float]:
-    """The Euclidean norm of all elements of each layer, by name, in the order of the file.
+    """Return the Euclidean norm of all elements of each layer, by name, in the order of the file.
 
     A layer is a module with parameters of its own: "blocks.0.mlp" of "model/blocks.0.mlp.weight". Optimizer state
-    counts by key: "exp_avg of blocks.0.mlp". Raises CheckpointCorruptError for damage.
+    counts by key: "exp_avg of blocks.0.mlp". Raise CheckpointCorruptError for damage.
     """
     norms: dict[str, float] = {}
     for spec, facts in file_statistics(index, reader, paths, advance):
@@ -123,7 +123,7 @@ def layer_norms(
 
 
 def layer_of(path: str) -> str:
-    """The name of a tensor's layer, see ``layer_norms``; pure."""
+    """Return the name of a tensor's layer, see ``layer_norms``; pure."""
     if path.startswith(f"{schema.OPTIM_STATE}/"):
         name, _, key = path.removeprefix(f"{schema.OPTIM_STATE}/").rpartition("/")
         return f"{key} of {name.rpartition('.')[0] or name}"
@@ -132,9 +132,9 @@ def layer_of(path: str) -> str:
 
 
 def curves(index: CheckpointIndex, patterns: Iterable[str] = ()) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Metrics of a file that match the patterns: steps (int64) and values (float64) by name; pure.
+    """Return metrics of a file that match the patterns: steps (int64) and values (float64) by name; pure.
 
-    Without patterns those with "loss" in their names. Raises CheckpointError if a pattern matches none.
+    Without patterns those with "loss" in their names. Raise CheckpointError if a pattern matches none.
     """
     if not index.metrics:
         raise CheckpointError(f"{index.info.path}: holds no metrics to draw: give them to save as metrics=")
@@ -151,7 +151,7 @@ def curves(index: CheckpointIndex, patterns: Iterable[str] = ()) -> dict[str, tu
 
 
 def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
-    """An exponential moving average, float64, of the same length; pure. Values that are not finite do not count.
+    """Return an exponential moving average, float64, of the same length; pure. Values that are not finite do not count.
 
     Args:
         weight: of the average so far, 0 to below 1; corrected for having begun at zero.
@@ -165,7 +165,7 @@ def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
 
 
 def as_numbers(found: Any, smoothing: float = 0.0) -> Iterator[dict[str, Any]]:
-    """The data of a plot for JSON: an object for each histogram, layer or metric, smoothed as well if asked for."""
+    """Yield the data of a plot for JSON: an object for each histogram, layer or metric, also smoothed if asked for."""
     if isinstance(found, Mapping):
         for name, value in found.items():
             if isinstance(value, tuple):
@@ -192,9 +192,10 @@ _SCREEN = 40
 
 
 def draw_histograms(files: Mapping[str, Sequence[Histogram]]) -> Figure:
-    """A figure with a panel for each name, counts on a logarithmic scale, with an outline for each of several files.
+    """Return a figure with a panel for each name, counts on a logarithmic scale, with an outline for each of several
+    files.
 
-    Raises CheckpointError for over ``MOST_PANELS``.
+    Raise CheckpointError for over ``MOST_PANELS``.
     """
     names = list(dict.fromkeys(found.name for histograms in files.values() for found in histograms))
     if len(names) > MOST_PANELS:
@@ -230,7 +231,9 @@ def _draw_panel(axes: Axes, name: str, found: Mapping[str, Histogram]) -> None:
 
 
 def draw_norms(files: Mapping[str, Mapping[str, float]]) -> Figure:
-    """A figure with a bar for each layer, the first one at the top; thinner ones, side by side, for several files."""
+    """Return a figure with a bar for each layer, the first one at the top; thinner ones, side by side, for several
+    files.
+    """
     names = list(dict.fromkeys(name for norms in files.values() for name in norms))
     figure = _figure(files, 8.0, max(4.5, 7.0 * min(len(names), 10 * _SCREEN) / _SCREEN))
     axes = figure.add_subplot()
@@ -250,7 +253,7 @@ def draw_norms(files: Mapping[str, Mapping[str, float]]) -> Figure:
 
 
 def draw_curves(files: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]], smoothing: float = 0.0) -> Figure:
-    """A figure with a line for each metric of each file over the steps.
+    """Return a figure with a line for each metric of each file over the steps.
 
     Args:
         smoothing: see ``plots.smoothed``. With more than 0 the values themselves are drawn faintly behind.
@@ -280,7 +283,7 @@ def draw_curves(files: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]]
 
 
 def _label(axes: Axes, drawn: Sequence[Any], labels: Sequence[str]) -> None:
-    """Adds a legend where there are several labels."""
+    """Add a legend where there are several labels."""
     if len(labels) < 2:
         return
     # A space in front: matplotlib leaves out names that begin with an underscore.
@@ -289,7 +292,7 @@ def _label(axes: Axes, drawn: Sequence[Any], labels: Sequence[str]) -> None:
 
 
 def _figure(files: Mapping[str, Any], width: float, height: float) -> Figure:
-    """An empty figure with the names of files above it, sizes in inches; raises HpcfsdpError without matplotlib."""
+    """Return an empty figure under the names of files, sizes in inches; raise HpcfsdpError without matplotlib."""
     figure = new_figure(width, height)
     figure.suptitle(shown(", ".join(files)), parse_math=False)
     return figure

@@ -1,4 +1,4 @@
-"""Searches a checkpoint file for all kinds of damage."""
+"""Search a checkpoint file for all kinds of damage."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Report:
 
 
 def verify_file(path: str | os.PathLike[str], advance: Advance = ignore) -> Report:
-    """Checks every byte of a checkpoint; not collective. A few blocks are in memory at a time.
+    """Check every byte of a checkpoint; not collective. A few blocks are in memory at a time.
 
-    Checks the footer, all tables and small values, HDF5's metadata of each tensor against the tables, aliases of tied
+    Check the footer, all tables and small values, HDF5's metadata of each tensor against the tables, aliases of tied
     tensors, the checksum of every run of elements, and that the bytes in between are zero.
 
     Args:
@@ -95,7 +95,7 @@ def _without(path: Path, error: Exception) -> str:
 
 
 def _structure_faults(index: CheckpointIndex, fd: int) -> list[Damage]:
-    """Compares HDF5's metadata with the tables."""
+    """Compare HDF5's metadata with the tables."""
     try:
         with open_hdf5(fd, index.info.path, index.footer) as file:
             return list(_differences(index, file))
@@ -170,7 +170,7 @@ def _tensor_differences(index: CheckpointIndex, spec: TensorSpec, dataset: h5py.
 
 
 def _gap_faults(index: CheckpointIndex, number: int, footer: Footer, fd: int) -> Iterator[Damage]:
-    """Nonzero bytes that belong to nothing, the first of each gap.
+    """Yield nonzero bytes that belong to nothing, the first of each gap.
 
     `number` of the file is as in the table of extents.
     """
@@ -197,13 +197,13 @@ def _gap_faults(index: CheckpointIndex, number: int, footer: Footer, fd: int) ->
 
 
 def _path_of(index: CheckpointIndex, number: int) -> Path:
-    """The path of one of the files, by its number in the table of extents."""
+    """Return the path of one of the files, by its number in the table of extents."""
     path = index.info.path
     return Path(os.path.realpath(path)).parent / index.parts[number - 1].name if number else path
 
 
 def _data_faults(index: CheckpointIndex, advance: Advance) -> Iterator[Damage]:
-    """Parts that differ from what was written, and runs of elements without their checksum.
+    """Yield parts that differ from what was written, and runs of elements without their checksum.
 
     Of runs that interleave, only the first: a read of any of them needs all.
     """
@@ -225,7 +225,7 @@ def _data_faults(index: CheckpointIndex, advance: Advance) -> Iterator[Damage]:
 
 
 def _part_faults(index: CheckpointIndex, number: int) -> Iterator[Damage]:
-    """Damage in a part outside of its elements."""
+    """Yield damage in a part outside of its elements."""
     path = _path_of(index, number)
     with open_file(path) as fd:
         footer = read_file_footer(fd, path)
@@ -265,9 +265,9 @@ def _tensor_faults(index: CheckpointIndex, reader: BlockReader, path: str, advan
 
 
 def _datasets_below(file: h5py.File, top: str) -> Iterator[tuple[str, h5py.Dataset | None]]:
-    """All datasets below a group, by all of their paths; None for soft and external links.
+    """Yield all datasets below a group, by all of their paths; None for soft and external links.
 
-    Raises ValueError for two paths to a group: a few groups that contain each other twice have endless paths.
+    Raise ValueError for two paths to a group: a few groups that contain each other twice have endless paths.
     """
     # Not h5py's visit: it passes over the aliases of a dataset.
     start = file.get(top) if isinstance(file.get(top, getlink=True), h5py.HardLink) else None

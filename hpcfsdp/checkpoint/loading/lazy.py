@@ -72,7 +72,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         self.close()
 
     def __getitem__(self, path: str) -> LazyTensor:
-        """A tensor by its path.
+        """Return a tensor by its path.
 
         Raises:
             KeyError: there is none; names the nearest.
@@ -87,7 +87,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         return path in self.index.tensors or path in self.index.links
 
     def get(self, path: str, default: Any = None) -> Any:
-        """A tensor by its path, or `default` where there is none."""
+        """Return a tensor by its path, or `default` where there is none."""
         if path not in self:  # to ask for it would look for the nearest name
             return default
         return self[path]
@@ -142,7 +142,7 @@ class LazyTensor:
         return self.shape[0]
 
     def __getitem__(self, key: Any) -> Any:
-        """A part as a ``torch.Tensor``, by whole numbers, slices and ``...``; a copy.
+        """Return a part as a ``torch.Tensor``, by whole numbers, slices and ``...``; a copy.
 
         Raises:
             IndexError: outside of the tensor, or of a kind that is not supported.
@@ -163,7 +163,7 @@ class LazyTensor:
         return f"<LazyTensor {self.path}: {list(self.shape)} {self.dtype}>"
 
     def _read(self, key: Any) -> np.ndarray:
-        """A part in ``schema.numpy_dtype``, contiguous."""
+        """Return a part in ``schema.numpy_dtype``, contiguous."""
         ranges, dropped = _ranges(key, self.shape)
         runs = _Runs(self.shape, ranges)
         output = np.empty(runs.count * runs.numel, schema.numpy_dtype(self.dtype))
@@ -196,7 +196,7 @@ class _Runs:
         self.count = math.prod(len(r) for r, _ in self._outer)
 
     def starts(self, first: int, end: int) -> np.ndarray:
-        """The first elements of some of the runs, ascending, int64."""
+        """Return the first elements of some of the runs, ascending, int64."""
         left = np.arange(first, end)
         found = np.full(end - first, self._offset)
         for places, stride in reversed(self._outer):
@@ -206,7 +206,7 @@ class _Runs:
 
 
 def _ranges(key: Any, shape: tuple[int, ...]) -> tuple[list[range], set[int]]:
-    """The requested range of each dimension, and the dimensions that integers remove; raises IndexError."""
+    """Return the requested range of each dimension, and the dimensions that integers remove; raise IndexError."""
     parts = list(key) if isinstance(key, tuple) else [key]
     dots = [place for place, part in enumerate(parts) if part is Ellipsis]
     if len(dots) > 1:

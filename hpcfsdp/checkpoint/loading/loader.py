@@ -178,9 +178,9 @@ class _Drawing(NamedTuple):
 def _open_on_all_ranks(
     comm: Communicator, stack: contextlib.ExitStack, path: Path, verify: bool
 ) -> tuple[CheckpointIndex, BlockReader, list[int], _Drawing]:
-    """Opens the file on all ranks, with the index that rank 0 reads. Collective over `comm`.
+    """Open the file on all ranks, with the index that rank 0 reads. Collective over `comm`.
 
-    Starts again if the file is replaced meanwhile. The third result are the ranks that share this rank's page cache,
+    Start again if the file is replaced meanwhile. The third result are the ranks that share this rank's page cache,
     the fourth the random numbers that this rank continues; the index has no rows of them.
     """
     of_ranks: rng.States = {}
@@ -210,7 +210,7 @@ def _open_on_all_ranks(
 
 
 def _pieces(path: str, tensor: StateTensor) -> list[_Piece]:
-    """This rank's pieces of a tensor at `path` in the file; raises CheckpointError for expanded memory."""
+    """Return this rank's pieces of a tensor at `path` in the file; raise CheckpointError for expanded memory."""
     for piece in tensor.pieces:
         if any(step == 0 and size > 1 for step, size in zip(piece.tensor.stride(), piece.tensor.shape, strict=True)):
             raise CheckpointError(f"{tensor.name!r} is an expanded tensor, which cannot be filled: make it contiguous")
@@ -218,7 +218,7 @@ def _pieces(path: str, tensor: StateTensor) -> list[_Piece]:
 
 
 def _read_optimizer(reader: BlockReader, in_file: FileNames, restore: OptimizerRestore) -> None:
-    """Reads the new state of an optimizer, which is allocated next to the old one."""
+    """Read the new state of an optimizer, which is allocated next to the old one."""
     paths = [f"{schema.OPTIM_STATE}/{in_file.in_file(tensor.name)}" for tensor in restore.tensors]
     _read_pieces(reader, [piece for item in zip(paths, restore.tensors, strict=True) for piece in _pieces(*item)])
     restore.check()
@@ -237,7 +237,7 @@ def _nan_on_failure(tensors: Sequence[StateTensor]) -> Iterator[None]:
 
 
 def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece], consequence: str = "") -> None:
-    """Reads pieces, directly into their memory where that is possible. Errors end with the `consequence`."""
+    """Read pieces, directly into their memory where that is possible. Errors end with the `consequence`."""
     direct, others = [], []
     for path, piece, dtype in pieces:
         memory = piece.tensor.detach()
@@ -265,7 +265,7 @@ def _match_targets(
     strict: bool,
     stack: contextlib.ExitStack,
 ) -> tuple[FileNames, Match, list[StateTensor], frozenset[str], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The file's names, the match with the model, and the tensors to fill. They have memory from now on.
+    """Return the file's names, the match with the model, and the tensors to fill. They have memory from now on.
 
     Further results are the names of those that had none on this rank, and buffers that get another shape, with values.
 
@@ -341,7 +341,7 @@ def _plan_optimizer(in_file: FileNames, model: nn.Module, optimizer: torch.optim
 
 
 def _check_steps_only(chosen: Collection[str], restore: OptimizerRestore, path: Path) -> None:
-    """Raises CheckpointError if the optimizer steps a parameter that is not chosen."""
+    """Raise CheckpointError if the optimizer steps a parameter that is not chosen."""
     others = [name for name in restore.param_names if name not in chosen]
     if others:
         raise CheckpointError(
@@ -351,7 +351,7 @@ def _check_steps_only(chosen: Collection[str], restore: OptimizerRestore, path: 
 
 
 def _module_state(in_file: FileNames, name: str) -> Any:
-    """A module's extra state from the file; raises CheckpointCorruptError where it is damaged."""
+    """Return a module's extra state from the file; raise CheckpointCorruptError where it is damaged."""
     try:
         return from_plain(*in_file.index.module_states[in_file.in_file(name)])
     except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
@@ -362,7 +362,7 @@ def _module_state(in_file: FileNames, name: str) -> Any:
 
 
 def _generators(index: CheckpointIndex, drawing: _Drawing, device: torch.device) -> Callable[[], None]:
-    """A function that restores the random number generators. It has been tried, so that it will not fail."""
+    """Return a function that restores the random number generators. It has been tried, so that it will not fail."""
     if not drawing.states:  # written by a converter, or through torch.distributed.checkpoint
         return lambda: None
     before = rng.capture(device)
@@ -384,7 +384,7 @@ _RANGE_BYTES = 64 << 20
 def rows_needed(
     index: CheckpointIndex, tensors: Iterable[tuple[str, StateTensor]], peers: Sequence[int], num_ranks: int
 ) -> np.ndarray:
-    """Rows of the table of extents, by their places in it, that a node needs; in the order of the file.
+    """Return rows of the table of extents, by their places in it, that a node needs; in the order of the file.
 
     They include all rows that this rank needs. Ranks of a node usually find the same rows, but may not where
     parameters are laid out differently for some of them.
@@ -407,7 +407,9 @@ def rows_needed(
 
 
 def select_share(index: CheckpointIndex, places: np.ndarray, number: int, count: int) -> np.ndarray:
-    """The rows that rank `number` of `count` verifies. `places` are equal on these ranks, in the order of the file."""
+    """Return the rows that rank `number` of `count` verifies. `places` are equal on these ranks, in the order of the
+    file.
+    """
     rows = index.extents[places]
     itemsizes = np.array([spec.itemsize for spec in index.tensors.values()], np.int64)
     nbytes = rows["numel"].astype(np.int64) * rows["count"].astype(np.int64) * itemsizes[rows["tensor"]]
@@ -418,7 +420,7 @@ def select_share(index: CheckpointIndex, places: np.ndarray, number: int, count:
 
 
 def _overlapping(rows: np.ndarray, tensor: StateTensor, is_peer: np.ndarray) -> np.ndarray:
-    """For each row, whether it has elements that a rank of this node needs. `is_peer` is by rank."""
+    """Return for each row whether it has elements that a rank of this node needs. `is_peer` is by rank."""
     ours = is_peer[tensor.runs.ranks].any(axis=1)
     edges = tensor.runs.edges
     # What every rank has whole counts in the runs as rank 0's; it is among this rank's own.

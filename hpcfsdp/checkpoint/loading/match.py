@@ -1,4 +1,4 @@
-"""Matches tensors of a checkpoint with those of a model. Pure."""
+"""Match tensors of a checkpoint with those of a model. Pure."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class FileNames:
         return f"{CHILD}." * max(0, _depth(there) - _depth(self.known))
 
     def in_file(self, name: str) -> str:
-        """The name in the file, by that in the model."""
+        """Return the name in the file, by that in the model."""
         return name if name == NUM_AVERAGED else self.prefix + name
 
     def in_model(self, name: str) -> str:
-        """The name in the model, by that in the file."""
+        """Return the name in the model, by that in the file."""
         return name.removeprefix(self.prefix)
 
     def optimizer(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Scalars by ``name/key`` and ``param_groups`` of the file's optimizer, by names in the model."""
+        """Return scalars by ``name/key`` and ``param_groups`` of the file's optimizer, by names in the model."""
         scalars, groups = (
             dict(self.index.scalars or {}),
             from_plain(self.index.param_groups or [], self.index.group_types),
@@ -67,7 +67,7 @@ class FileNames:
         return scalars, groups
 
     def patterns(self, patterns: Iterable[str]) -> list[str]:
-        """Patterns of names in the model as patterns of names in the file; patterns that match there stay."""
+        """Return patterns of names in the model as patterns of names in the file; patterns that match there stay."""
         known = [*self.index.tensors, *self.index.links]
         return [
             each if not self.prefix or match_names(each, known) else self.prefix + each.removeprefix(_MODEL)
@@ -75,27 +75,27 @@ class FileNames:
         ]
 
     def has_chosen(self, patterns: Iterable[str], names: Iterable[str]) -> bool:
-        """Whether a pattern matches one of these names of the model, or its name in the file."""
+        """Return whether a pattern matches one of these names of the model, or its name in the file."""
         paths = [_MODEL + each for name in names for each in (name, self.in_file(name))]
         return any(match_names(pattern, paths) for pattern in patterns)
 
     def paths(self, tensor: StateTensor) -> list[str]:
-        """Possible paths of a tensor of the model in the file."""
+        """Return possible paths of a tensor of the model in the file."""
         return [_MODEL + self.in_file(name) for name in (tensor.name, *tensor.aliases)]
 
     def path_in(self, tensor: StateTensor) -> str | None:
-        """The path of a tensor of the model in the file, if it is there."""
+        """Return the path of a tensor of the model in the file, if it is there."""
         index = self.index
         return next((path for path in self.paths(tensor) if path in index.tensors or path in index.links), None)
 
 
 def _depth(names: Iterable[str]) -> int:
-    """The number of wrappers in all names."""
+    """Return the number of wrappers in all names."""
     return min((len(_WRAPPED.match(name)[0]) for name in names), default=0) // len(f"{CHILD}.")
 
 
 def check_patterns(names: Sequence[str] | None) -> None:
-    """Raises TypeError or ValueError unless `names` is a list of patterns, or None."""
+    """Raise TypeError or ValueError unless `names` is a list of patterns, or None."""
     if names is None:
         return
     if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
@@ -107,9 +107,9 @@ def check_patterns(names: Sequence[str] | None) -> None:
 def chosen_of(
     tensors: Sequence[StateTensor], modules: Mapping[str, nn.Module], patterns: Sequence[str]
 ) -> tuple[list[StateTensor], dict[str, nn.Module], set[str]]:
-    """The tensors, and modules with extra state, that match the patterns, and all names of these tensors.
+    """Return the tensors, and modules with extra state, that match the patterns, and all names of these tensors.
 
-    Raises CheckpointError, with the nearest name, if a pattern matches no tensor.
+    Raise CheckpointError, with the nearest name, if a pattern matches no tensor.
     """
     of_name = {_MODEL + name: tensor.name for tensor in tensors for name in (tensor.name, *tensor.aliases)}
     chosen: set[str] = set()
@@ -125,7 +125,7 @@ def chosen_of(
 
 
 def is_chosen(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name of the model matches one of the patterns."""
+    """Return whether a name of the model matches one of the patterns."""
     return any(match_names(each, [_MODEL + name]) for each in patterns)
 
 
@@ -143,9 +143,9 @@ class Match:
 def match_model(
     files: FileNames, tensors: Sequence[StateTensor], states: Collection[str], names: Sequence[str] | None, strict: bool
 ) -> Match:
-    """Matches a model with the file.
+    """Match a model with the file.
 
-    Raises CheckpointError if a pattern matches nothing in the file, CheckpointMismatchError with a list of missing,
+    Raise CheckpointError if a pattern matches nothing in the file, CheckpointMismatchError with a list of missing,
     unexpected and different tensors.
 
     Args:
@@ -191,7 +191,7 @@ def match_model(
 
 
 def _differences(files: FileNames, tensor: StateTensor) -> list[str]:
-    """Messages about differences between a tensor in the file and in the model."""
+    """Return messages about differences between a tensor in the file and in the model."""
     index, path = files.index, files.path_in(tensor)
     if path is None:
         return []
@@ -213,7 +213,7 @@ def _differences(files: FileNames, tensor: StateTensor) -> list[str]:
 
 
 def _same_elements(index: CheckpointIndex, one: str, other: str) -> bool:
-    """Whether two tensors of a file are equal bit by bit, by their checksums.
+    """Return whether two tensors of a file are equal bit by bit, by their checksums.
 
     Writers that do not record ties, as torch.distributed.checkpoint, write a tensor for each name.
     """

@@ -1,4 +1,4 @@
-"""Manages the checkpoints of a training in one folder: saves, removes and loads them."""
+"""Manage the checkpoints of a training in one folder: save, remove and load them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Saved:
 
 
 class CheckpointManager:
-    """Saves checkpoints of a training to ``directory/step-<number>.h5``, removes old ones, and loads the newest.
+    """Save checkpoints of a training to ``directory/step-<number>.h5``, remove old ones, and load the newest.
 
     Use it as a context manager: its end calls ``close``. After an exception that other ranks may not have, it does not
     call ``close`` and discards an uncommitted checkpoint.
@@ -163,9 +163,9 @@ class CheckpointManager:
         config: Mapping[str, Any] | None = None,
         metrics: Metrics | None = None,
     ) -> Path:
-        """Collective over the model's ranks. Saves a checkpoint of a step, and replaces an earlier one of this step.
+        """Collective over the model's ranks. Save a checkpoint of a step, and replace an earlier one of this step.
 
-        Waits for a save in progress first. An asynchronous save captures the values of the call: afterwards everything
+        Wait for a save in progress first. An asynchronous save captures the values of the call: afterwards everything
         may be changed. Writing begins at once.
 
         Args:
@@ -218,7 +218,7 @@ class CheckpointManager:
 
     @public_call("CheckpointManager.step")
     def step(self) -> None:
-        """Advances a save in progress, if there is one; call it after every training step. Collective over its ranks.
+        """Advance a save in progress, if there is one; call it after every training step. Collective over its ranks.
 
         Raises:
             CheckpointError: the save has failed, on any rank.
@@ -227,7 +227,7 @@ class CheckpointManager:
 
     @public_call("CheckpointManager.wait")
     def wait(self) -> None:
-        """Waits until a save in progress is committed, if there is one. Collective over its ranks.
+        """Wait until a save in progress is committed, if there is one. Collective over its ranks.
 
         Raises:
             CheckpointError: the save has failed, on any rank.
@@ -236,7 +236,7 @@ class CheckpointManager:
 
     @public_call("CheckpointManager.close")
     def close(self) -> None:
-        """Waits for a save in progress, and frees the staging memory and the communicators.
+        """Wait for a save in progress, and free the staging memory and the communicators.
 
         Collective over the ranks of the save, and of all models that were saved asynchronously.
 
@@ -262,7 +262,7 @@ class CheckpointManager:
     def load_latest(
         self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, fresh: bool = True
     ) -> CheckpointInfo | None:
-        """Collective over the model's ranks. Loads the checkpoint of the highest step that is not damaged.
+        """Collective over the model's ranks. Load the checkpoint of the highest step that is not damaged.
 
         If any rank cannot read a checkpoint, all ranks skip it, log a warning, and try the one before it; see
         ``passed_over``.
@@ -315,7 +315,7 @@ class CheckpointManager:
         *,
         fresh: bool,
     ) -> CheckpointInfo | None:
-        """Loads, or records the reason why not; the same on all ranks."""
+        """Load, or record the reason why not; the same on all ranks."""
         while True:
             info, error = None, None
             try:
@@ -394,7 +394,7 @@ class CheckpointManager:
         )
 
     def _sweep(self) -> None:
-        """Removes abandoned files from time to time: it reads the whole folder."""
+        """Remove abandoned files from time to time: it reads the whole folder."""
         now_s = time.monotonic()
         if self._swept_s is not None and now_s - self._swept_s < catalog.ABANDONED_AFTER_S:
             return
@@ -404,7 +404,7 @@ class CheckpointManager:
             log.info("removed %s, which an interrupted save had left behind", left)
 
     def _own_communicator(self, comm: Communicator) -> Communicator:
-        """A communicator of the same ranks, for saves in progress alone. Collective over `comm`, the first time."""
+        """Return a communicator of the same ranks for saves in progress. Collective over `comm`, the first time."""
         for known, own in self._comms:
             if known == comm:  # of a group of torch there are several objects
                 return own
@@ -412,7 +412,7 @@ class CheckpointManager:
         return self._comms[-1][1]
 
     def _ring_of(self, nbytes: int, *, pinned: bool) -> StagingRing:
-        """A ring of at most `staging_bytes` that no thread uses."""
+        """Return a ring of at most `staging_bytes` that no thread uses."""
         if self._last is not None:
             self._last.wait_for_threads()  # one that has failed on another rank
             self._last = None

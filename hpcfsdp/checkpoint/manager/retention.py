@@ -1,4 +1,4 @@
-"""Chooses which checkpoints of a folder stay, and removes the others. Needs neither MPI nor torch."""
+"""Choose which checkpoints of a folder stay, and remove the others. Needs neither MPI nor torch."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Removal:
 
 
 def check_rules(keep_last: int | None, keep_every: int | None) -> None:
-    """Raises UsageError unless the rules are whole numbers of at least 1, or None."""
+    """Raise UsageError unless the rules are whole numbers of at least 1, or None."""
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None:
             whole_number(name, value, least=1, hint=": the newest checkpoint always stays")
 
 
 def whole_number(name: str, value: Any, *, least: int, hint: str = "") -> int:
-    """An argument as int; raises UsageError unless it is a whole number of at least `least`."""
+    """Return an argument as int; raise UsageError unless it is a whole number of at least `least`."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -63,7 +63,7 @@ def whole_number(name: str, value: Any, *, least: int, hint: str = "") -> int:
 
 
 def which_to_remove(steps: Iterable[int], *, keep_last: int | None, keep_every: int | None) -> set[int]:
-    """The steps of checkpoints to remove. Pure. Raises UsageError as ``check_rules``.
+    """Return the steps of checkpoints to remove. Pure. Raise UsageError as ``check_rules``.
 
     Args:
         keep_last: how many of the highest steps stay; None for 1 with `keep_every`, else for all.
@@ -84,12 +84,12 @@ def plan_removal(
     keep_every: int | None,
     spare: Collection[Path] = (),
 ) -> Removal:
-    """Chooses the files to remove from a folder; not collective, removes nothing.
+    """Choose the files to remove from a folder. Not collective; remove nothing.
 
-    Opens the newest files first, until one is valid: its footer is right, and with it everything but the tensors'
+    Open the newest files first, until one is valid: its footer is right, and with it everything but the tensors'
     elements. That one stays, whatever the rules are; if none is valid, all stay. So do targets of links that stay.
     `spare` lists files that always stay.
-    Raises UsageError as ``check_rules``, OSError if the folder cannot be read.
+    Raise UsageError as ``check_rules``, OSError if the folder cannot be read.
     """
     files = checkpoint_files(directory)
     steps = which_to_remove(map(step_of, files), keep_last=keep_last, keep_every=keep_every)
@@ -106,9 +106,9 @@ def plan_removal(
 
 
 def remove(paths: Sequence[Path]) -> None:
-    """Removes checkpoints with their parts, in this order; not collective. Open files remain readable.
+    """Remove checkpoints with their parts, in this order; not collective. Open files remain readable.
 
-    Raises CheckpointError at the first that cannot be removed.
+    Raise CheckpointError at the first that cannot be removed.
     """
     for path in paths:
         try:
@@ -118,7 +118,7 @@ def remove(paths: Sequence[Path]) -> None:
 
 
 def abandoned(directory: str | os.PathLike[str], now_s: float) -> list[Path]:
-    """Files that saves have left behind in a folder before `now_s` (Unix time); not collective, removes nothing."""
+    """Return files that saves have left behind in a folder before `now_s` (Unix time). Not collective."""
     directory = Path(directory)
     targets = {match[1] for path in directory.iterdir() if (match := _PARTIAL_NAME.fullmatch(path.name))}
     partials = {partial for name in targets for partial in abandoned_partials(directory / name, now_s)}
@@ -126,7 +126,7 @@ def abandoned(directory: str | os.PathLike[str], now_s: float) -> list[Path]:
 
 
 def newest_good(files: Sequence[Path]) -> tuple[Path | None, dict[Path, str]]:
-    """The newest valid checkpoint of files in order of steps, and the damage of later ones by file; not collective."""
+    """Return the newest valid checkpoint of files in order of steps, and the damage of later ones by file."""
     damaged: dict[Path, str] = {}
     for path in reversed(files):
         try:
@@ -143,7 +143,7 @@ def newest_good(files: Sequence[Path]) -> tuple[Path | None, dict[Path, str]]:
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Keeps this process from removing a checkpoint during the block; not collective."""
+    """Keep this process from removing a checkpoint during the block; not collective."""
     path = _known_as(path)
     with _reading_changes:
         _reading[path] += 1
@@ -155,7 +155,7 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def in_use(paths: Iterable[Path]) -> set[Path]:
-    """The files that this process is reading: within ``reading``, or with a descriptor."""
+    """Return the files that this process is reading: within ``reading``, or with a descriptor."""
     with _reading_changes:
         read = {path for path, readers in _reading.items() if readers}
     found = set()
@@ -173,7 +173,7 @@ def _known_as(path: str | os.PathLike[str]) -> Path:
 
 
 def _open_files() -> set[tuple[int, int]]:
-    """Device and inode of all files that this process has open; empty where the system does not list them."""
+    """Return device and inode of all files that this process has open; empty where the system does not list them."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir("/dev/fd"):

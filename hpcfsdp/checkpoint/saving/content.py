@@ -1,4 +1,4 @@
-"""Collects the content of a checkpoint: the plan of its tensors, and the small values next to them."""
+"""Collect the content of a checkpoint: the plan of its tensors, and the small values next to them."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Content:
     small: Mapping[str, np.ndarray | bytes]
 
     def metadata_image(self) -> MetadataImage:
-        """Lays the file out, without the tensors' bytes."""
+        """Lay the file out, without the tensors' bytes."""
         return build_metadata_image(
             self.plan.specs, self.plan.links, len(self.plan.blocks), self.attributes, self.small
         )
 
 
 def root_attributes(step: int, world_size: int) -> dict[str, Any]:
-    """Attributes of the root group that describe the file's origin, with the current time."""
+    """Return attributes of the root group that describe the file's origin, with the current time."""
     # 8 with those of every file. HDF5 has more in an index elsewhere, or under a limit that some readers do not expect.
     return {
         "software_version": __version__,
@@ -81,7 +81,8 @@ def small_values(
     metrics: Metrics | None = None,
     module_states: Mapping[str, Any] | None = None,
 ) -> dict[str, np.ndarray | bytes]:
-    """The small datasets of a checkpoint except random number states; raises CheckpointError for an unsupported value.
+    """Return the small datasets of a checkpoint except random number states; raise CheckpointError for an unsupported
+    value.
 
     Args:
         groups, scalars: the optimizer's hyper-parameters and number-valued state; None for a file without an optimizer.
@@ -118,7 +119,7 @@ def small_values(
 
 
 def _curve(name: str, curve: tuple[Sequence[int], Sequence[float]]) -> dict[str, np.ndarray]:
-    """Checks a metric and makes its datasets."""
+    """Check a metric and make its datasets."""
     if not name.isprintable() or name in ("", ".", "..") or "/" in name:
         raise CheckpointError(f"metrics: {name!r} cannot be the name of a group: rename the metric")
     try:
@@ -145,7 +146,7 @@ class SaveArguments:
     names: Sequence[str] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """The small values that must be equal on all ranks; raises TypeError or ValueError for wrong arguments."""
+        """Return the values that must be equal on all ranks; raise TypeError or ValueError for wrong arguments."""
         check_patterns(self.names)
         return {
             "step": operator.index(self.step),
@@ -175,7 +176,7 @@ class Collected:
         return any(accelerator.is_accelerator(tensor.device) for tensor in tensors)
 
     def sizes(self, rank: int) -> Sequence[int]:
-        """Bytes of each copy that this rank, `rank`, makes of its blocks."""
+        """Return bytes of each copy that this rank, `rank`, makes of its blocks."""
         if self.recalled is not None:
             return self.recalled.known.sources.sizes
         plan = self.content.plan
@@ -184,9 +185,9 @@ class Collected:
 
 
 def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | None = None) -> Collected:
-    """Collects the content. Collective over `comm`.
+    """Collect the content. Collective over `comm`.
 
-    Ranks must have compared ``given.facts()`` before. Raises CheckpointError for a value that cannot be stored,
+    Ranks must have compared ``given.facts()`` before. Raise CheckpointError for a value that cannot be stored,
     DisagreementError where ranks have different models, optimizers or values.
 
     Args:
@@ -230,7 +231,7 @@ def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | N
 
 
 def _all_have(comm: Communicator, recalled: RecalledPlan | None) -> bool:
-    """Whether all ranks recall their plan. Collective over `comm`."""
+    """Return whether all ranks recall their plan. Collective over `comm`."""
     found = torch.tensor([recalled is not None], dtype=torch.int64, device=comm.device)
     comm.all_reduce(found, "min")
     return bool(found)
@@ -247,7 +248,9 @@ with the number of tensors."""
 def _to_compare(
     comm: Communicator, given: SaveArguments, small: Mapping[str, np.ndarray | bytes], fingerprint: str
 ) -> tuple[_Compared, rng.States, _Leaves]:
-    """What ranks exchange to be compared, the states of random number generators, and all values by their places."""
+    """Return what ranks exchange to be compared, the states of random number generators, and all values by their
+    places.
+    """
     states, leaves = rng.capture(device_of(given.model)), _leaves(given, small) if comm.size > 1 else {}
     kinds = [(kind, str(value.dtype), value.shape) for kind, value in sorted(states.items())]
     digests = {part: None if found is None else digest_of(sorted(found.items())) for part, found in leaves.items()}
@@ -257,7 +260,7 @@ def _to_compare(
 def _compared(
     comm: Communicator, everyone: Sequence[_Compared], states: rng.States, leaves: _Leaves
 ) -> dict[str, np.ndarray]:
-    """Compare plans and values of all ranks; the datasets of their generators, on rank 0. Collective over `comm`."""
+    """Compare plans and values of all ranks; return the states of their generators, on rank 0. Collective over `comm`."""
     for place, name in (
         (0, "the plan of the checkpoint (the tensors of model and optimizer)"),
         (2, "the kind of random number generators (of the device)"),
@@ -270,7 +273,7 @@ def _compared(
 
 
 def _leaves(given: SaveArguments, small: Mapping[str, np.ndarray | bytes]) -> _Leaves:
-    """Values that rank 0 writes for all ranks, by their place. They must be equal on all ranks that give them."""
+    """Return values that rank 0 writes for all ranks, by place; equal on all ranks that give them."""
     arrays = {path.removeprefix(f"{schema.EXTRA_ARRAYS}/"): value for path, value in small.items()}
     found: _Leaves = {"optimizer": {}, "extra": None}
     if schema.PARAM_GROUPS in small:
@@ -288,8 +291,8 @@ def _leaves(given: SaveArguments, small: Mapping[str, np.ndarray | bytes]) -> _L
 def _tensors_and_small(
     given: SaveArguments, state: OptimizerState | None
 ) -> tuple[frozenset[str] | None, list[tuple[str, StateTensor]], dict[str, np.ndarray | bytes]]:
-    """All names of the chosen tensors (None: all), tensors with their groups in the file, and the small datasets that
-    are equal on all ranks.
+    """Return all names of the chosen tensors (None: all), tensors with their groups in the file, and the small datasets
+    that are equal on all ranks.
     """
     model, found, chosen = given.model, model_tensors(given.model), None
     modules = stateful_modules(model)
@@ -307,14 +310,14 @@ def _tensors_and_small(
 def _small_of(
     given: SaveArguments, state: OptimizerState | None, modules: Mapping[str, nn.Module]
 ) -> dict[str, np.ndarray | bytes]:
-    """The small datasets that are equal on all ranks. `modules` have extra state."""
+    """Return the small datasets that are equal on all ranks. `modules` have extra state."""
     groups, scalars = (None, None) if state is None else (state.groups, state.scalars)
     states = {name: module.get_extra_state() for name, module in modules.items()}
     return small_values(given.extra, given.config, groups, scalars, given.metrics, states)
 
 
 def _small_again(given: SaveArguments, known: KnownPlan) -> dict[str, np.ndarray | bytes]:
-    """The same, for a known plan: all of its state is in tensors."""
+    """Return the same, for a known plan: all of its state is in tensors."""
     state, modules = None, {}
     if given.optimizer is not None and known.params is not None:
         state = OptimizerState([], {}, named_groups(given.optimizer, known.params))
@@ -327,7 +330,9 @@ def _small_again(given: SaveArguments, known: KnownPlan) -> dict[str, np.ndarray
 
 
 def memory_of_blocks(plan: SavePlan, tensors: Sequence[StateTensor]) -> Callable[[int], torch.Tensor]:
-    """A function from a block's place in the plan to its memory on this rank: uint8, 1-D, on the tensor's device."""
+    """Return a function from a block's place in the plan to its memory on this rank: uint8, 1-D, on the tensor's
+    device.
+    """
     flat: tuple[LocalPiece, torch.Tensor] | None = None
     of, starts, numels = (plan.blocks[name] for name in ("tensor", "start", "numel"))
 
@@ -343,7 +348,7 @@ def memory_of_blocks(plan: SavePlan, tensors: Sequence[StateTensor]) -> Callable
 
 
 def bytes_in_memory(plan: SavePlan, tensors: Sequence[StateTensor]) -> BytesOf:
-    """A function for ``BlockWriter`` that reads blocks from this rank's memory."""
+    """Return a function for ``BlockWriter`` that reads blocks from this rank's memory."""
     memory_of = memory_of_blocks(plan, tensors)
 
     @_compat.outside_of_modes

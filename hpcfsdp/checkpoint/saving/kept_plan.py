@@ -91,7 +91,7 @@ class BlockSources:
     def _joined(
         cls, of: np.ndarray, begins: np.ndarray, sizes: np.ndarray, tensors: Sequence[torch.Tensor]
     ) -> BlockSources:
-        """Joins blocks that follow each other in one tensor."""
+        """Join blocks that follow each other in one tensor."""
         ranges: list[_Range] = []
         numbers: dict[torch.dtype, list[int]] = {}
         places: list[int] = []
@@ -119,7 +119,7 @@ class BlockSources:
         return cls(tuple(ranges), scalars, (*(each.nbytes for each in ranges), *of_scalars))
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[CopiedBlocks, torch.Tensor]]:
-        """What to copy, as bytes: uint8, 1-D, on the tensor's device.
+        """Yield what to copy, as bytes: uint8, 1-D, on the tensor's device.
 
         Args:
             tensors: like those in which the blocks were found: as many, of the same shapes and dtypes.
@@ -145,7 +145,7 @@ def _scalars(places: list[int], of: np.ndarray, sizes: np.ndarray) -> _Scalars:
 
 
 def _begins_of(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray | None, list[int]]:
-    """First addresses, ascending, and the numbers of their tensors; None if two overlap. Without empty ones."""
+    """Return first addresses, ascending, and the numbers of their tensors; None if two overlap. Without empty ones."""
     order = sorted((number for number, t in enumerate(tensors) if t.numel()), key=lambda n: tensors[n].data_ptr())
     begins = np.array([tensors[number].data_ptr() for number in order], np.int64)
     ends = begins + np.array([tensors[number].nbytes for number in order], np.int64)
@@ -153,7 +153,7 @@ def _begins_of(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray | None, list
 
 
 def _addresses_of(plan: SavePlan, rank: int, named: Sequence[StateTensor]) -> np.ndarray | None:
-    """The address of each of a rank's blocks; None if one has none, as it is not in its order in memory."""
+    """Return the address of each of a rank's blocks; None if one has none, as it is not in its order in memory."""
     own = plan.blocks[plan.blocks_of(rank)]
     found = np.empty(len(own), np.int64)
     for place, (number, start) in enumerate(zip(own["tensor"].tolist(), own["start"].tolist(), strict=True)):
@@ -176,7 +176,7 @@ class PlanKey:
     rank: int
 
     def facts(self, found: Inventory) -> tuple[Any, ...]:
-        """All that the plan depends on."""
+        """Return all that the plan depends on."""
         names = None if self.names is None else tuple(self.names)
         return names, self.num_ranks, self.rank, self.optimizer is None, found.facts
 
@@ -217,7 +217,7 @@ class RecalledPlan:
 
 
 class KeptPlan:
-    """Keeps the plan of the last save of a model. Not collective.
+    """Keep the plan of the last save of a model. Not collective.
 
     The plan is a function of facts that are taken anew for each save and compared by value. So a plan that no longer
     fits is not recalled, and tensors that have moved are found where they are. It keeps no memory of the model.
@@ -227,7 +227,7 @@ class KeptPlan:
         self._known: KnownPlan | None = None
 
     def recall(self, wanted: PlanKey) -> RecalledPlan | None:
-        """The kept plan, if it is that of this save."""
+        """Return the kept plan, if it is that of this save."""
         if self._known is None:
             return None
         try:
@@ -249,7 +249,7 @@ class KeptPlan:
         *,
         has_states: bool,
     ) -> RecalledPlan | None:
-        """Keeps a plan that the general way has made, compared and checked, in place of another; None if it cannot.
+        """Keep a plan that the general way has made, compared and checked, in place of another; None if it cannot.
 
         Args:
             named: the plan's tensors, in its order.

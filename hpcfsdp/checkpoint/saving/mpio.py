@@ -41,7 +41,7 @@ class MpioWriter(PosixWriter):
 
     @classmethod
     def check_usable(cls) -> None:
-        """Raises CheckpointError if this h5py does not support MPI. Not collective."""
+        """Raise CheckpointError if this h5py does not support MPI. Not collective."""
         if not h5py.get_config().mpi:
             raise CheckpointError(
                 'writer="mpio" needs an h5py that was built for MPI, which the wheels are not '
@@ -61,7 +61,7 @@ class MpioWriter(PosixWriter):
         return offsets
 
     def write(self, tensors: Sequence[StateTensor]) -> None:
-        """Writes this rank's blocks and syncs them. `tensors` are in the plan's order.
+        """Write this rank's blocks and sync them. `tensors` are in the plan's order.
 
         Every rank makes the same calls of HDF5 in the same order, even without data, and after a failure: errors are
         raised when all ranks have finished a stage.
@@ -84,7 +84,7 @@ class MpioWriter(PosixWriter):
 
     @contextlib.contextmanager
     def _hdf5(self) -> Iterator[h5py.File]:
-        """Opens the file on all ranks; errors of opening and closing are raised on all ranks. Collective."""
+        """Open the file on all ranks; errors of opening and closing are raised on all ranks. Collective."""
         ranks = self._comm.all_gather_object(load_mpi().COMM_WORLD.rank)
         with raise_together(self._comm), naming_write_errors(self._temporary.path):
             mpi = _mpi_of(ranks)
@@ -106,7 +106,7 @@ class MpioWriter(PosixWriter):
 
 
 class _CollectiveBlocks:
-    """Writes this rank's blocks of tensors. All ranks make the same number of calls.
+    """Write this rank's blocks of tensors. All ranks make the same number of calls.
 
     Args:
         own: places of this rank's blocks in the plan.
@@ -121,7 +121,7 @@ class _CollectiveBlocks:
         self._together.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
 
     def write(self, tensors: Sequence[int]) -> None:
-        """Writes this rank's blocks of these tensors; raises the first error at the end. Collective."""
+        """Write this rank's blocks of these tensors; raise the first error at the end. Collective."""
         problems: list[Exception] = []
         for tensor in tensors:
             dataset = self._file[self._plan.specs[tensor].path].id
@@ -139,7 +139,7 @@ class _CollectiveBlocks:
             raise problems[0]
 
     def _blocks(self, tensor: int, dataset: h5py.h5d.DatasetID, begin: int, end: int) -> _Transfer:
-        """The transfer of some of this rank's blocks; stores their checksums. Not collective."""
+        """Return the transfer of some of this rank's blocks; store their checksums. Not collective."""
         spec, places = self._plan.specs[tensor], self._own[begin:end]
         data = [self._bytes_of(int(place)) for place in places]
         self._sums[begin:end] = [schema.checksum(block) for block in data]
@@ -154,7 +154,7 @@ class _CollectiveBlocks:
 
 
 def _nothing(dataset: h5py.h5d.DatasetID) -> _Transfer:
-    """The transfer of a rank without data."""
+    """Return the transfer of a rank without data."""
     here, there = h5py.h5s.create_simple((1,)), dataset.get_space()
     here.select_none()
     there.select_none()
@@ -163,7 +163,7 @@ def _nothing(dataset: h5py.h5d.DatasetID) -> _Transfer:
 
 @contextlib.contextmanager
 def _kept(problems: list[Exception]) -> Iterator[None]:
-    """Keeps an error for later: the other ranks wait for this one in the next call."""
+    """Keep an error for later: the other ranks wait for this one in the next call."""
     try:
         yield
     except Exception as error:
@@ -171,7 +171,7 @@ def _kept(problems: list[Exception]) -> Iterator[None]:
 
 
 def calls_by_tensor(plan: SavePlan) -> np.ndarray:
-    """For each tensor, the number of HDF5 calls that the rank with the most blocks needs. Pure."""
+    """Return for each tensor the number of HDF5 calls that the rank with the most blocks needs. Pure."""
     keys = plan.blocks["tensor"].astype(np.int64) * plan.num_ranks + plan.blocks["rank"]
     keys, counts = np.unique(keys, return_counts=True)
     most = np.zeros(len(plan.specs), np.int64)
@@ -180,7 +180,9 @@ def calls_by_tensor(plan: SavePlan) -> np.ndarray:
 
 
 def _mpi_of(ranks: Sequence[int]) -> Any:
-    """An MPI communicator of these ranks, in this order. Collective over them. Raises CheckpointError without MPI."""
+    """Return an MPI communicator of these ranks, in this order. Collective over them. Raise CheckpointError without
+    MPI.
+    """
     if len(set(ranks)) < len(ranks):
         raise CheckpointError('writer="mpio" needs ranks that mpirun or srun has started; save with writer="posix"')
     world = load_mpi().COMM_WORLD

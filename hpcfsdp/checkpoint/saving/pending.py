@@ -1,4 +1,4 @@
-"""Writes a checkpoint in threads while training goes on, and commits it at a later step.
+"""Write a checkpoint in threads while training goes on, and commit it at a later step.
 
 The training thread copies bytes and makes all communication between ranks; other threads lay the file out, compute
 checksums and write. None forks the process.
@@ -66,7 +66,7 @@ class StagedBlock:
     end: int
 
     def arrived(self) -> memoryview:
-        """Waits until the bytes are there; the bytes. Not collective."""
+        """Wait until the bytes are there, and return them. Not collective."""
         if self.event is not None:
             self.event.synchronize()
         return memoryview(self.memory.numpy())
@@ -86,7 +86,7 @@ class StagingRing:
 
     @_compat.outside_of_modes
     def __init__(self, nbytes: int, *, align: int = 1, pinned: bool = False) -> None:
-        """Allocates the memory, of at least the bytes of the largest piece, up to a multiple of `align`."""
+        """Allocate the memory, of at least the bytes of the largest piece, up to a multiple of `align`."""
         nbytes = round_up(nbytes, align)
         self.nbytes, self.align, self.pinned = nbytes, align, pinned
         self._memory = _pinned_memory(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)
@@ -95,21 +95,21 @@ class StagingRing:
         self.start()
 
     def close(self) -> None:
-        """Waits for pending copies of accelerators. The ring must not be used afterwards."""
+        """Wait for pending copies of accelerators. The ring must not be used afterwards."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def start(self) -> None:
-        """Begins a round with an empty ring."""
+        """Begin a round with an empty ring."""
         with self._changed:
             self._head = self._tail = 0
             self._waiting: deque[StagedBlock] = deque()
             self._ended = self._stopped = False
 
     def put(self, pieces: Sequence[tuple[Any, torch.Tensor]], *, wait: bool = True) -> bool:
-        """Copies bytes into the ring; whether it did. Then the source may change, on a device by the current stream.
+        """Copy bytes into the ring; return whether it did. Then the source may change, on a device in stream order.
 
-        After ``stop`` the bytes are discarded. Raises ValueError for more bytes than the ring has.
+        After ``stop`` the bytes are discarded. Raise ValueError for more bytes than the ring has.
 
         Args:
             pieces: the key and the bytes of each, uint8, 1-D.
@@ -144,13 +144,13 @@ class StagingRing:
         return True
 
     def end(self) -> None:
-        """Ends the input of this round."""
+        """End the input of this round."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def take(self, nbytes: int) -> list[StagedBlock]:
-        """Waits for bytes and returns blocks of up to `nbytes`, at least one block; empty after the last."""
+        """Wait for bytes and return blocks of up to `nbytes`, at least one block; empty after the last."""
         with self._changed:
             while not self._waiting and not self._ended and not self._stopped:
                 self._changed.wait()
@@ -161,13 +161,13 @@ class StagingRing:
             return blocks
 
     def release(self, blocks: list[StagedBlock]) -> None:
-        """Frees the room of blocks that have been written."""
+        """Free the room of blocks that have been written."""
         with self._changed:
             self._tail = blocks[-1].end
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Discards the ring's bytes, and all further input."""
+        """Discard the ring's bytes, and all further input."""
         with self._changed:
             self._stopped = True
             self._waiting.clear()
@@ -178,7 +178,7 @@ class StagingRing:
         return self._stopped
 
     def _room(self, nbytes: int) -> int | None:
-        """The place of the next `nbytes` contiguous bytes, counted from the first byte ever; None without room."""
+        """Return the place of the next `nbytes` contiguous bytes, counted from the first ever; None without room."""
         if self._head == self._tail:
             # Nothing is in the ring: begin at its start, where there is room for the largest piece.
             self._head = self._tail = -(-self._head // self.nbytes) * self.nbytes if self.nbytes else 0
@@ -224,7 +224,7 @@ class Task(Future[T]):
     """Work on a checkpoint in a daemon thread, which the end of the program does not wait for."""
 
     def __init__(self, path: Path, work: Callable[[], T]) -> None:
-        """Starts the thread. Not collective."""
+        """Start the thread. Not collective."""
         super().__init__()
         self._path = path
         context = contextvars.copy_context()  # tests replace the disk there
@@ -235,7 +235,7 @@ class Task(Future[T]):
         return self.done() and self.exception() is not None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits for the end; whether it has come."""
+        """Wait for the end; return whether it has come."""
         return bool(concurrent.futures.wait([self], timeout_s).done)
 
     def result(self, timeout: float | None = None) -> T:
@@ -268,7 +268,9 @@ class CopyQueue:
         return not self._group and self._next is None
 
     def next_group(self, most: int) -> list[tuple[CopiedBlocks, torch.Tensor]]:
-        """The next pieces, of `most` bytes or one piece; the same ones until they are done, and none after the last."""
+        """Return the next pieces, of `most` bytes or one piece; the same ones until they are done, and none after the
+        last.
+        """
         if not self._group:
             nbytes = 0
             while self._next is not None and (not self._group or nbytes + self._next[1].numel() <= most):
@@ -298,7 +300,7 @@ class PendingSave:
         ring: StagingRing,
         committed: Callable[[Path], None],
     ) -> None:
-        """Not collective; touches no disk.
+        """Not collective; touch no disk.
 
         Args:
             comm: the ranks of the plan; used by this save alone, as its messages interleave with those of training.
@@ -322,10 +324,10 @@ class PendingSave:
         self._may_begin = threading.Event()
 
     def stage(self, collected: Collected) -> None:
-        """Copies the tensors, and begins to write. Afterwards the tensors may be changed.
+        """Copy the tensors, and begin to write. Afterwards the tensors may be changed.
 
-        Returns without waiting if all ranks' bytes fit into their rings. Further bytes wait until earlier ones are
-        written. Staged tensors are gathered, copied and freed one after the other. Raises CheckpointError if it waited
+        Return without waiting if all ranks' bytes fit into their rings. Further bytes wait until earlier ones are
+        written. Staged tensors are gathered, copied and freed one after the other. Raise CheckpointError if it waited
         and the file cannot be made; the file is then removed.
         """
         comm, tensors = self._comm, collected.tensors
@@ -374,9 +376,9 @@ class PendingSave:
         self._may_begin.set()
 
     def advance(self) -> bool:
-        """Compares the progress of all ranks and takes the next step if possible; whether the file is committed.
+        """Compare the progress of all ranks and take the next step if possible; return whether the file is committed.
 
-        Raises CheckpointError on all ranks if one of them could not write; the file is then given up.
+        Raise CheckpointError on all ranks if one of them could not write; the file is then given up.
         """
         if self.ended:
             return True
@@ -399,18 +401,18 @@ class PendingSave:
         return self.ended
 
     def wait(self) -> None:
-        """Waits until it is committed; raises as ``advance``."""
+        """Wait until it is committed; raise as ``advance``."""
         while not self.advance():
             self.wait_for_threads(POLL_S)
 
     def wait_for_threads(self, timeout_s: float | None = None) -> None:
-        """Waits until this rank's threads are idle, at most for that long. Not collective."""
+        """Wait until this rank's threads are idle, at most for that long. Not collective."""
         for task in (self._laying, self._task, self._commit_task):
             if task is not None:
                 task.wait(timeout_s)
 
     def give_up(self) -> None:
-        """Stops this rank's threads; rank 0 removes the file.
+        """Stop this rank's threads; rank 0 removes the file.
 
         Not collective. Other ranks may still write to the unnamed file.
         """
@@ -440,7 +442,7 @@ class PendingSave:
         self.give_up()
 
     def _go_on(self) -> None:
-        """Takes the next step when every rank has finished its current task. Collective."""
+        """Take the next step when every rank has finished its current task. Collective."""
         if self._all_written:
             self.ended = True
             _uncommitted.pop(self, None)
@@ -461,17 +463,17 @@ class PendingSave:
         self._all_written = True
 
     def _note_made(self) -> None:
-        """Notes when rank 0 made the file."""
+        """Note when rank 0 made the file."""
         self._made_s = self._made_s or time.monotonic()
 
     def _all_agree(self, *facts: bool) -> list[bool]:
-        """Which of these facts hold on all ranks. Collective."""
+        """Return which of these facts hold on all ranks. Collective."""
         agreed = torch.tensor(facts, dtype=torch.int64, device=self._comm.device)
         self._comm.all_reduce(agreed, "min")
         return [bool(fact) for fact in agreed.tolist()]
 
     def _put(self, pieces: CopyQueue, *, wait: bool = True, at_once: bool = False) -> None:
-        """Copies pieces into the ring while there is room; `at_once` if there is room for all of them."""
+        """Copy pieces into the ring while there is room; `at_once` if there is room for all of them."""
         # In groups: to wake the writer for each of thousands of small blocks takes longer than to copy them. A small
         # ring is filled while it is emptied.
         most = self._ring.nbytes if at_once else min(BlockWriter.AT_ONCE, self._ring.nbytes // 4)
@@ -479,7 +481,7 @@ class PendingSave:
             pieces.done()
 
     def _lay_out(self) -> MetadataImage:
-        """In a thread: lays the file out; rank 0 makes it."""
+        """In a thread: lay the file out; rank 0 makes it."""
         content, is_first = self._content, self._comm.rank == 0
         self._may_begin.wait()
         if self._ring.stopped:
@@ -497,7 +499,7 @@ class PendingSave:
         return metadata_image
 
     def _write(self) -> np.ndarray:
-        """In a thread: writes the blocks that come through the ring and syncs; their checksums, uint64."""
+        """In a thread: write the blocks that come through the ring and sync; return their checksums, uint64."""
         ring = self._ring
         sums, plan = np.zeros(len(self._own), np.uint64), self._content.plan
         own = plan.blocks[self._own]
@@ -555,7 +557,7 @@ _process = os.getpid()
 
 
 def _finish(saves: Iterable[PendingSave]) -> None:
-    """Waits for all of them and raises the first error. Collective over the ranks of each."""
+    """Wait for all of them and raise the first error. Collective over the ranks of each."""
     problem: Exception | None = None
     for save in saves:
         try:

@@ -1,6 +1,6 @@
-"""Plans which rank writes which bytes of a checkpoint. Pure: every rank computes the same plan without communication.
+"""Plan which rank writes which bytes of a checkpoint. Pure: every rank computes the same plan without communication.
 
-Plans are made for any number of imagined ranks. Runs and blocks are arrays, for there may be millions.
+Plan are made for any number of imagined ranks. Runs and blocks are arrays, for there may be millions.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class SavePlan:
         return np.array([spec.itemsize for spec in self.specs], np.int64)
 
     def blocks_of(self, rank: int) -> np.ndarray:
-        """The places in `blocks` of a rank's blocks."""
+        """Return the places in `blocks` of a rank's blocks."""
         return np.flatnonzero(self.blocks["rank"] == rank)
 
     def fingerprint(self) -> str:
-        """A text that is equal for equal plans."""
+        """Return a text that is equal for equal plans."""
         digest = hashlib.blake2b(repr((self.specs, self.links, self.num_ranks)).encode(), digest_size=8)
         digest.update(np.ascontiguousarray(self.blocks))
         return digest.hexdigest()
@@ -70,7 +70,7 @@ class SavePlan:
 def plan_save(
     tensors: Sequence[tuple[str, StateTensor]], num_ranks: int, block_bytes: int = schema.BLOCK_BYTES
 ) -> SavePlan:
-    """Tiles each tensor with blocks of at most `block_bytes`, along the runs of the ranks.
+    """Tile each tensor with blocks of at most `block_bytes`, along the runs of the ranks.
 
     Each element is written once. Ranks with copies share the work: all of them split long runs equally; fewer ranks,
     those with the least to write so far, split shorter ones.
@@ -100,7 +100,7 @@ def plan_save(
 
 
 def check_tiling(plan: SavePlan) -> None:
-    """Raises CheckpointError unless the blocks of a plan tile its tensors; names a tensor, an element and its ranks."""
+    """Raise CheckpointError unless the blocks of a plan tile its tensors; name a tensor, an element and its ranks."""
     try:
         untiled = first_untiled(plan.blocks, [spec.numel for spec in plan.specs])
     except TilingError as error:
@@ -115,7 +115,7 @@ def check_tiling(plan: SavePlan) -> None:
 
 
 def _first_fault(spec: TensorSpec, blocks: np.ndarray) -> str:
-    """Describes the first gap or overlap of one tensor's blocks, if each of them is one run."""
+    """Describe the first gap or overlap of one tensor's blocks, if each of them is one run."""
     begins = blocks["start"].astype(np.int64)[:, None]
     ends = begins + blocks["numel"].astype(np.int64)[:, None]
     if np.any(blocks["count"] != 1) or np.any(ends > spec.numel):
@@ -131,23 +131,23 @@ def _first_fault(spec: TensorSpec, blocks: np.ndarray) -> str:
 
 
 class _Balance:
-    """Divides runs among the ranks that have copies of them."""
+    """Divide runs among the ranks that have copies of them."""
 
     def __init__(self, num_ranks: int) -> None:
         self._loads = np.zeros(num_ranks, np.int64)
 
     def fixed(self, runs: Runs, itemsize: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Edges of parts and the rank that writes each, if all ranks with a copy write; else None."""
+        """Return edges of parts and the rank that writes each, if all ranks with a copy write; else None."""
         copies = runs.ranks.shape[1]
         return self._split(runs, runs.ranks, itemsize) if _num_writers(runs, itemsize) == copies else None
 
     def chosen(self, runs: Runs, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same, with the ranks of each run that have the least to write so far."""
+        """Return the same, with the ranks of each run that have the least to write so far."""
         lightest = np.argsort(self._loads[runs.ranks], axis=1, kind="stable")[:, : _num_writers(runs, itemsize)]
         return self._split(runs, np.take_along_axis(runs.ranks, lightest, axis=1), itemsize)
 
     def _split(self, runs: Runs, writers: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
-        """Splits each run into as many parts as it has writers."""
+        """Split each run into as many parts as it has writers."""
         ways = writers.shape[1]
         edges, ranks = runs.edges, writers.reshape(-1)
         if ways > 1:  # shorter runs have shorter parts, perhaps empty ones
@@ -160,7 +160,7 @@ class _Balance:
 
 
 def _num_writers(runs: Runs, itemsize: int) -> int:
-    """The number of ranks that split a run. All runs of a tensor, which are about equal, are split alike."""
+    """Return the number of ranks that split a run. All runs of a tensor, which are about equal, are split alike."""
     copies = runs.ranks.shape[1]
     if copies == 1:
         return 1
@@ -169,7 +169,7 @@ def _num_writers(runs: Runs, itemsize: int) -> int:
 
 
 def _cut(specs: Sequence[TensorSpec], parts: Sequence[tuple[np.ndarray, np.ndarray]], block_bytes: int) -> np.ndarray:
-    """Cuts all tensors into blocks; `parts` has edges and writers by tensor."""
+    """Cut all tensors into blocks; `parts` has edges and writers by tensor."""
     found, first = [np.empty(0, BLOCK_DTYPE)], 0
     while first < len(parts):  # many tensors of few parts, or few of many: there is memory for some of them at a time
         end, count = first, 0
@@ -183,7 +183,7 @@ def _cut(specs: Sequence[TensorSpec], parts: Sequence[tuple[np.ndarray, np.ndarr
 
 
 def _blocks(first: int, parts: Sequence[tuple[np.ndarray, np.ndarray]], steps: Sequence[int]) -> np.ndarray:
-    """Cuts some tensors, from number `first` on, into blocks of at most `steps` elements each."""
+    """Cut some tensors, from number `first` on, into blocks of at most `steps` elements each."""
     numbers = [len(ranks) for _, ranks in parts]
     starts = np.concatenate([edges[:-1] for edges, _ in parts])
     sizes = np.concatenate([edges[1:] for edges, _ in parts]) - starts
@@ -202,14 +202,14 @@ def _blocks(first: int, parts: Sequence[tuple[np.ndarray, np.ndarray]], steps: S
 def plan_alone(
     specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]] = (), block_bytes: int = schema.BLOCK_BYTES
 ) -> SavePlan:
-    """The plan of one process that writes everything; raises CheckpointError as ``check_names``."""
+    """Return the plan of one process that writes everything; raise CheckpointError as ``check_names``."""
     check_names(specs, links)
     parts = [(np.array((0, spec.numel)), np.zeros(1, np.int64)) for spec in specs]
     return SavePlan(tuple(specs), _cut(specs, parts, block_bytes), tuple(links), 1)
 
 
 def box_blocks(shape: Sequence[int], box: Box, itemsize: int, block_bytes: int = schema.BLOCK_BYTES) -> np.ndarray:
-    """The blocks of a box, of ``BLOCK_DTYPE``, in the order of its elements; tensor and rank are 0.
+    """Return the blocks of a box, of ``BLOCK_DTYPE``, in the order of its elements; tensor and rank are 0.
 
     Each is `count` times `numel` elements of the box, one after the other. A block has at most `block_bytes` bytes, and
     so has the range of the file that its runs span.
@@ -239,7 +239,7 @@ def box_blocks(shape: Sequence[int], box: Box, itemsize: int, block_bytes: int =
 
 
 def check_names(specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]]) -> None:
-    """Raises CheckpointError for an invalid name or an unsupported dtype."""
+    """Raise CheckpointError for an invalid name or an unsupported dtype."""
     for spec in specs:
         if not schema.supported(spec.dtype):
             raise CheckpointError(f"{spec.path!r} has dtype {spec.dtype}, which checkpoints do not support: convert it")

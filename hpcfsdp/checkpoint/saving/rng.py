@@ -19,7 +19,7 @@ States = dict[str, np.ndarray]
 
 
 def capture(device: torch.device) -> States:
-    """This rank's states: torch on CPU and on `device`, numpy's legacy generator, Python's."""
+    """Return this rank's states: torch on CPU and on `device`, numpy's legacy generator, Python's."""
     version, words, gauss = random.getstate()
     python = np.array([version, *words, gauss is not None, 0.0 if gauss is None else gauss], dtype=np.float64)
     _, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
@@ -31,7 +31,7 @@ def capture(device: torch.device) -> States:
 
 
 def restore(states: Mapping[str, np.ndarray], device: torch.device) -> None:
-    """Restores states of ``capture``; generators without a state stay as they are."""
+    """Restore states of ``capture``; generators without a state stay as they are."""
     if "torch_cpu" in states:
         torch.set_rng_state(torch.from_numpy(states["torch_cpu"].copy()))
     if accelerator.is_accelerator(device) and f"torch_{device.type}" in states:
@@ -45,14 +45,14 @@ def restore(states: Mapping[str, np.ndarray], device: torch.device) -> None:
 
 
 def reseed(seed: int) -> None:
-    """Seeds all generators from one number."""
+    """Seed all generators from one number."""
     torch.manual_seed(seed % 2**63)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def gather(comm: Communicator, mine: States) -> States:
-    """Collective over `comm`. The states of all ranks on rank 0, nothing on the others."""
+    """Collective over `comm`. Return the states of all ranks on rank 0, nothing on the others."""
     sent = torch.from_numpy(packed(mine)).to(comm.device)
     received = [torch.empty_like(sent) for _ in range(comm.size)] if comm.rank == 0 else None
     comm.gather(received, sent, 0)
@@ -61,7 +61,7 @@ def gather(comm: Communicator, mine: States) -> States:
 
 
 def scatter(comm: Communicator, form: States, of_ranks: States) -> States:
-    """Collective over `comm`. This rank's row; for ranks beyond those that have one it is the last row.
+    """Collective over `comm`. Return this rank's row; for ranks beyond those that have one it is the last row.
 
     Args:
         form: the same without rows, on all ranks.
@@ -82,12 +82,12 @@ def _row_bytes(value: np.ndarray) -> int:
 
 
 def packed(states: States) -> np.ndarray:
-    """The bytes of one rank's states, one kind after the other in the order of their names."""
+    """Return the bytes of one rank's states, one kind after the other in the order of their names."""
     return np.concatenate([np.ascontiguousarray(states[kind]).view(np.uint8) for kind in sorted(states)])
 
 
 def _unpacked(rows: np.ndarray, form: States) -> States:
-    """The states in rows of ``packed``, of the kinds, dtypes and lengths of `form`."""
+    """Return the states in rows of ``packed``, of the kinds, dtypes and lengths of `form`."""
     found, begin = {}, 0
     for kind in sorted(form):
         end = begin + _row_bytes(form[kind])

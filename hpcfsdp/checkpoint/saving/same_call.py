@@ -1,4 +1,4 @@
-"""Compares the arguments of one call over ranks: a value that rank 0 provides must be equal on the others."""
+"""Compare the arguments of one call over ranks: a value that rank 0 provides must be equal on the others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GivenPath:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Touches no disk. Raises TypeError for anything but a path."""
+        """Touch no disk. Raise TypeError for anything but a path."""
         self.given = os.fspath(path)
         self.expanded = os.path.expanduser(path)
         self.absolute = os.path.abspath(self.expanded)
@@ -49,9 +49,9 @@ class GivenPath:
 
 
 def compare_calls(comm: Communicator, call: str, facts: Callable[[], Facts]) -> Facts:
-    """Checks that all ranks make the same call with the same arguments; returns rank 0's. Collective over `comm`.
+    """Check that all ranks make the same call with the same arguments; return rank 0's. Collective over `comm`.
 
-    Raises DifferentCallsError or DisagreementError on all ranks, and what `facts` raises on any rank.
+    Raise DifferentCallsError or DisagreementError on all ranks, and what `facts` raises on any rank.
 
     Args:
         call: its public name, as "checkpoint.save".
@@ -71,7 +71,7 @@ def compare_calls(comm: Communicator, call: str, facts: Callable[[], Facts]) -> 
 
 
 def compare(call: str, everyone: Sequence[Facts]) -> None:
-    """Raises DisagreementError for the first value that differs from rank 0's; the same on all ranks. Not collective.
+    """Raise DisagreementError for the first value that differs from rank 0's; the same on all ranks. Not collective.
 
     Args:
         call: for the message.

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of several files: a part for each node, and a small file that is the checkpoint.
+"""Write a checkpoint of several files: a part for each node, and a small file that is the checkpoint.
 
 The ranks of a node write their elements of each tensor contiguously into a part that no other node writes to. The
 checkpoint has virtual datasets, so that any HDF5 tool shows whole tensors, and its table of extents has the place of
@@ -50,7 +50,7 @@ class NodePart:
 
 
 def divide(plan: SavePlan, topology: Topology, least_bytes: int = LEAST_BYTES) -> list[NodePart]:
-    """Divides a plan into parts, one for each node that writes; all else stays in the checkpoint. Pure.
+    """Divide a plan into parts, one for each node that writes; all else stays in the checkpoint. Pure.
 
     Args:
         topology: of the plan's ranks.
@@ -79,7 +79,7 @@ def _part(plan: SavePlan, node: int, places: np.ndarray) -> NodePart:
 
 
 def sources_of(plan: SavePlan, parts: Sequence[NodePart], names: Sequence[str]) -> dict[int, list[VirtualSource]]:
-    """For each tensor in parts, by its number in the plan: which runs each part has.
+    """Return which runs each part has of the tensors in parts, by their numbers in the plan.
 
     Pure. `names` are the parts' files.
     """
@@ -104,7 +104,7 @@ class SubfilesWriter(PosixWriter):
     def __init__(
         self, comm: Communicator, temporary: TemporaryFile, content: Content, *, least_bytes: int | None = None
     ) -> None:
-        """Collective over `comm`; touches no disk. `least_bytes`: see ``divide``."""
+        """Collective over `comm`; touch no disk. `least_bytes`: see ``divide``."""
         super().__init__(comm, temporary, content)
         topology = _topology_of(comm)
         self._parts = divide(content.plan, topology, LEAST_BYTES if least_bytes is None else least_bytes)
@@ -120,7 +120,7 @@ class SubfilesWriter(PosixWriter):
         self._part_offsets: list[np.ndarray] = []
 
     def begin(self) -> None:
-        """Makes the checkpoint on rank 0 and the parts on their leaders, all holes; exchanges the places of tensors."""
+        """Make the checkpoint on rank 0 and the parts on their leaders, all holes; exchange the places of tensors."""
         with raise_together(self._comm), naming_write_errors(self._temporary.path):
             if self._comm.rank == 0:
                 self._metadata_image = self._whole_metadata_image()
@@ -168,7 +168,7 @@ class SubfilesWriter(PosixWriter):
             yield write, sync
 
     def finish(self) -> None:
-        """Commits the parts, then the checkpoint that names them."""
+        """Commit the parts, then the checkpoint that names them."""
         comm, path = self._comm, self._temporary.path
         counts = np.bincount(self._content.plan.blocks["rank"], minlength=comm.size)
         everyone = self._to_those_concerned(self._sums.view(np.int64), counts.tolist())
@@ -191,7 +191,7 @@ class SubfilesWriter(PosixWriter):
         of_rank_0(comm, commit)
 
     def discard(self) -> None:
-        """Removes the files, except parts that a renamed checkpoint may need. Not collective."""
+        """Remove the files, except parts that a renamed checkpoint may need. Not collective."""
         if self._leads:
             self._part_temporary.discard()
         if self._comm.rank == 0:
@@ -243,7 +243,7 @@ class SubfilesWriter(PosixWriter):
         return build_metadata_image(part.plan.specs, (), len(part.blocks), attributes, {})
 
     def _rows_of(self, number: int, whole: np.ndarray) -> np.ndarray:
-        """A part's table of extents, from that of the whole."""
+        """Return a part's table of extents, from that of the whole."""
         part, offsets = self._parts[number], self._part_offsets[number]
         rows = whole[part.blocks].copy()
         for name in part.plan.blocks.dtype.names:
@@ -263,6 +263,6 @@ class SubfilesWriter(PosixWriter):
 
 
 def _topology_of(comm: Communicator) -> Topology:
-    """The communicator's topology, or one from host names. Collective over `comm`."""
+    """Return the communicator's topology, or one from host names. Collective over `comm`."""
     known = getattr(comm, "topology", None)
     return known or Topology.from_labels(comm.all_gather_object(env.host_name()))

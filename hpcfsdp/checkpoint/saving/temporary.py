@@ -38,16 +38,16 @@ class TemporaryFile:
     """
 
     def __init__(self, path: Path, token: str) -> None:
-        """Touches no disk."""
+        """Touch no disk."""
         self.path = path
         self.token = token
         self.partial = partial_path(path, token)
         self.has_name = False
 
     def create(self, nbytes: int, elsewhere: int = 0) -> None:
-        """Makes the file, all holes, and removes what earlier saves of this path have abandoned.
+        """Make the file, all holes, and remove what earlier saves of this path have abandoned.
 
-        Other files next to it will need `elsewhere` bytes. Raises CheckpointError without enough room.
+        Other files next to it will need `elsewhere` bytes. Raise CheckpointError without enough room.
         """
         self._make_folder()
         if self.path.is_dir():
@@ -63,7 +63,7 @@ class TemporaryFile:
             raise
 
     def _make_folder(self) -> None:
-        """Makes missing folders and syncs their names to the disk."""
+        """Make missing folders and sync their names to the disk."""
         missing = []
         for folder in (self.path.parent, *self.path.parent.parents):
             if folder.exists():
@@ -77,7 +77,7 @@ class TemporaryFile:
     def opened(self) -> Iterator[int]:
         """A descriptor to write with; the caller syncs before it leaves.
 
-        Raises DraftMissingError where there is no file.
+        Raise TemporaryFileMissingError where there is no file.
         """
         try:
             fd = disk.open_to_write(self.partial)
@@ -95,16 +95,16 @@ class TemporaryFile:
         disk.close(fd)  # some file systems report failed writes only here
 
     def commit(self, metadata_image: MetadataImage, rows: np.ndarray, parts: np.ndarray | None = None) -> Footer:
-        """Writes everything but the tensors, whose bytes are synced already; syncs and renames the file; its footer.
+        """Write everything but the tensors, which are synced already; sync and rename the file; return its footer.
 
-        Parts of a replaced checkpoint are removed, unless other files may need them. Raises OSError if the file did not
+        Parts of a replaced checkpoint are removed, unless other files may need them. Raise OSError if the file did not
         get its name, CheckpointError if it did but the name could not be synced.
 
         Args:
             rows: the table of extents.
             parts: the table of other files, which have their names already.
         """
-        regions, footer = metadata_image.sealed(rows, parts)
+        regions, footer = metadata_image.with_footer(rows, parts)
         with self.opened() as fd:
             for begin, data in regions:
                 disk.write(fd, [memoryview(data)], begin)
@@ -126,14 +126,14 @@ class TemporaryFile:
         return footer
 
     def discard(self) -> None:
-        """Removes the file, if possible."""
+        """Remove the file, if possible."""
         with contextlib.suppress(OSError):
             disk.remove(self.partial)
 
 
 @contextlib.contextmanager
 def naming_write_errors(path: Path) -> Iterator[None]:
-    """Adds the file's name to all errors, also those of the operating system and of HDF5."""
+    """Add the file's name to all errors, also those of the operating system and of HDF5."""
     try:
         yield
     except CheckpointError as error:
@@ -148,7 +148,7 @@ def naming_write_errors(path: Path) -> Iterator[None]:
 
 
 class BlockWriter:
-    """Writes blocks of a plan; adjacent blocks go to the system in one call.
+    """Write blocks of a plan; adjacent blocks go to the system in one call.
 
     Args:
         offsets: by tensor, its first byte in the file.
@@ -166,7 +166,7 @@ class BlockWriter:
         self._dirty = sys.maxsize
 
     def write(self, indices: np.ndarray) -> np.ndarray:
-        """Writes these blocks, by their places in the plan; their checksums, uint64, in the same order."""
+        """Write these blocks, by their places in the plan; return their checksums, uint64, in the same order."""
         blocks = self._plan.blocks[indices]
         itemsizes = self._plan.itemsizes[blocks["tensor"]]
         begins = self._offsets[blocks["tensor"]] + blocks["start"].astype(np.int64) * itemsizes
@@ -211,7 +211,7 @@ class BlockWriter:
 
 
 def extent_rows(plan: SavePlan, offsets: Sequence[int], sums: Sequence[bytes]) -> np.ndarray:
-    """The table of extents.
+    """Return the table of extents.
 
     Pure. `sums` has the bytes of each rank's checksums, in the order of its blocks in the plan.
     """

@@ -107,7 +107,7 @@ def save_given(
 
 
 def writer_class(name: str) -> type[PosixWriter]:
-    """The class of a writer by its name; raises CheckpointError if it is unknown or cannot be used here."""
+    """Return the class of a writer by its name; raise CheckpointError if it is unknown or cannot be used here."""
     modules = {"posix": "writer", "mpio": "mpio", "subfiles": "subfiles"}
     if name not in modules:
         known = ", ".join(modules)
@@ -126,9 +126,10 @@ def make_temporary_file(
     *,
     asynchronous: bool = False,
 ) -> TemporaryFile:
-    """A temporary file for the path, after comparing the arguments over ranks; touches no disk. Collective over `comm`.
+    """Return a temporary file for the path, after comparing the arguments over ranks; touch no disk. Collective over
+    `comm`.
 
-    Raises TypeError or ValueError for wrong arguments, on other ranks an HpcfsdpError; CheckpointError if the writer
+    Raise TypeError or ValueError for wrong arguments, on other ranks an HpcfsdpError; CheckpointError if the writer
     cannot be used here; DifferentCallsError or DisagreementError as ``same_call.compare_calls``.
     """
 
@@ -156,7 +157,7 @@ class PosixWriter:
     """
 
     def __init__(self, comm: Communicator, temporary: TemporaryFile, content: Content) -> None:
-        """Touches no disk. `comm` has the ranks of the plan."""
+        """Touch no disk. `comm` has the ranks of the plan."""
         self._comm, self._temporary, self._content = comm, temporary, content
         self._metadata_image: MetadataImage | None = None
         self._offsets: Sequence[int] = ()
@@ -164,21 +165,21 @@ class PosixWriter:
 
     @classmethod
     def check_usable(cls) -> None:
-        """Raises CheckpointError if this writer cannot be used here. Not collective."""
+        """Raise CheckpointError if this writer cannot be used here. Not collective."""
 
     def begin(self) -> None:
-        """Makes the file on rank 0, all holes, and broadcasts the places of tensors."""
+        """Make the file on rank 0, all holes, and broadcast the places of tensors."""
         self._offsets = of_rank_0(self._comm, self._make)
 
     def _make(self) -> Sequence[int]:
-        """Make the file; the places of tensors. On rank 0."""
+        """Make the file, on rank 0; return the places of tensors."""
         with naming_write_errors(self._temporary.path):
             self._metadata_image = self._content.metadata_image()
             self._temporary.create(self._metadata_image.nbytes)
         return self._metadata_image.offsets
 
     def write(self, tensors: Sequence[StateTensor]) -> None:
-        """Writes this rank's blocks and syncs them; `tensors` are in the plan's order.
+        """Write this rank's blocks and sync them; `tensors` are in the plan's order.
 
         Staged tensors are gathered, written and freed one after the other.
         """
@@ -209,7 +210,7 @@ class PosixWriter:
             yield blocks.write, lambda: disk.sync(fd)
 
     def finish(self) -> None:
-        """Commits the file, which then has its name."""
+        """Commit the file, which then has its name."""
         everyone = gather_sums(self._comm, self._content.plan, self._sums)
 
         def commit() -> None:
@@ -219,7 +220,7 @@ class PosixWriter:
         of_rank_0(self._comm, commit)
 
     def discard(self) -> None:
-        """Removes the file. Not collective."""
+        """Remove the file. Not collective."""
         if self._comm.rank == 0:
             self._temporary.discard()
 
@@ -242,12 +243,14 @@ def gather_sums(comm: Communicator, plan: SavePlan, sums: np.ndarray) -> list[by
 def places_by_buffer(
     plan: SavePlan, tensors: Sequence[StateTensor], own: np.ndarray
 ) -> dict[GatherBuffer | None, list[int]]:
-    """Places in `own`, this rank's blocks of the plan, by the stage that must be gathered before they are written."""
+    """Return places in `own`, this rank's blocks of the plan, by the stage that must be gathered before they are
+    written.
+    """
     return by_buffer(tensors[tensor] for tensor in plan.blocks["tensor"][own].tolist())
 
 
 def by_buffer(tensors: Iterable[StateTensor]) -> dict[GatherBuffer | None, list[int]]:
-    """Places in a sequence of tensors, by the stage that must be gathered before they are written. Pure."""
+    """Return places in a sequence of tensors, by the stage that must be gathered before they are written. Pure."""
     places: dict[GatherBuffer | None, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.buffer, []).append(place)
@@ -270,9 +273,9 @@ def write_alone(
     groups: Sequence[Mapping[str, Any]] | None = None,
     scalars: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes a checkpoint file; not collective. At most a few blocks are in memory at a time.
+    """Write a checkpoint file; not collective. At most a few blocks are in memory at a time.
 
-    Raises CheckpointError where it cannot be written, or a name or value cannot be stored.
+    Raise CheckpointError where it cannot be written, or a name or value cannot be stored.
 
     Args:
         path: of the file, which appears there when it is complete.

@@ -30,7 +30,7 @@ def file_of(path, specs, values, **small):
     rows = np.zeros(len(specs), schema.EXTENT_DTYPE)
     metadata_image = build_metadata_image(specs, [], len(rows), {"step": np.int64(4)}, small)
     rows["tensor"], rows["checksum"] = np.arange(len(specs)), 7
-    regions, footer = metadata_image.sealed(rows)
+    regions, footer = metadata_image.with_footer(rows)
     content = bytearray(metadata_image.nbytes)
     for begin, data in regions:
         content[begin : begin + len(data)] = data
@@ -120,7 +120,7 @@ def test_large_tensors_start_at_a_page_without_larger_gaps_and_take_no_memory():
 def test_a_further_name_is_the_same_dataset(tmp_path):
     spec = TensorSpec("model/w", (3,), "float32")
     metadata_image = build_metadata_image([spec], [("model/tied/w", "model/w")], 1, {}, {})
-    regions, footer = metadata_image.sealed(np.zeros(1, schema.EXTENT_DTYPE))
+    regions, footer = metadata_image.with_footer(np.zeros(1, schema.EXTENT_DTYPE))
     content = bytearray(footer.file_bytes)
     for begin, data in regions:
         content[begin : begin + len(data)] = data
