@@ -19,11 +19,6 @@ from hpcfsdp.errors import CheckpointError, UsageError
 
 FORMATS = ("safetensors", "pt", "dcp")
 
-STEP_KEY = "hpcfsdp.step"
-GROUPS_KEY = "hpcfsdp.optim.param_groups"
-SCALARS_KEY = "hpcfsdp.optim.scalars"
-"""What our own metadata are called in a safetensors file, besides "format" and the tied names."""
-
 PT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
 
@@ -134,10 +129,10 @@ def _to_safetensors(
     if shard_bytes is not None:
         shards = [[names[place] for place in places] for places in safetensors.split(names, shard_bytes)]
     paths = _shard_paths(target, len(shards))
-    common = {"format": "pt", STEP_KEY: str(index.info.step)}
+    common = {"format": "pt", safetensors.STEP_KEY: str(index.info.step)}
     if selection.groups is not None:
-        common[GROUPS_KEY] = schema.to_json(selection.groups).decode()
-        common[SCALARS_KEY] = schema.to_json(selection.scalars).decode()
+        common[safetensors.GROUPS_KEY] = schema.to_json(selection.groups).decode()
+        common[safetensors.SCALARS_KEY] = schema.to_json(selection.scalars).decode()
     heads: dict[Path, bytes] = {}
     entries: dict[Path, list[safetensors.TensorEntry]] = {}
     with_prefix = {outside_name(path): path for path in selection.tensors}

@@ -13,7 +13,7 @@ import numpy as np
 from hpcfsdp.checkpoint.convert import safetensors
 from hpcfsdp.checkpoint.convert.export import FORMATS, PT_SUFFIXES
 from hpcfsdp.checkpoint.convert.output import Progress, absolute, check_absent, no_progress, reading
-from hpcfsdp.checkpoint.convert.safetensors_source import open_safetensors
+from hpcfsdp.checkpoint.convert.safetensors import open_safetensors
 from hpcfsdp.checkpoint.convert.source import ImportSource
 from hpcfsdp.checkpoint.format.access import naming_errors
 from hpcfsdp.checkpoint.format.disk import check_regular

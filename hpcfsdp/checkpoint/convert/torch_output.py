@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hpcfsdp.checkpoint.convert.output import Step, new_files, new_folder
-from hpcfsdp.checkpoint.convert.recognize import STEP_KEY
 from hpcfsdp.checkpoint.convert.selection import MODEL, OPTIM, Selection
+from hpcfsdp.checkpoint.convert.source import STEP_KEY
 from hpcfsdp.checkpoint.format import disk
 from hpcfsdp.checkpoint.format.access import open_file
 from hpcfsdp.checkpoint.format.index import CheckpointIndex

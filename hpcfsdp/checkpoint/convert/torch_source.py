@@ -12,19 +12,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from hpcfsdp.checkpoint.convert.pickles import check_pickle, first_line, read_metadata
-from hpcfsdp.checkpoint.convert.recognize import OPTIM_KEYS, SortedParts, Stored, alike, sort_out
-from hpcfsdp.checkpoint.convert.source import ImportSource
+from hpcfsdp.checkpoint.convert.source import OPTIM_KEYS, ImportSource, Stored, alike, sort_out
 from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
 from hpcfsdp.checkpoint.format import disk
 from hpcfsdp.checkpoint.format.access import MemoryBudget, naming_errors, open_file
-from hpcfsdp.checkpoint.format.schema import MOST_LEVELS, TensorSpec
+from hpcfsdp.checkpoint.format.schema import MOST_LEVELS
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 _MEND = (
@@ -51,8 +49,8 @@ def open_pt(path: Path, *, optimizer: bool = True) -> Iterator[ImportSource]:
             warnings.simplefilter("ignore", UserWarning)  # torch will change the class of storages
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     with naming_errors(path):
-        parts = sort_out(_stored(tree, "", budget), optimizer=optimizer)
-    yield _source(parts)
+        source = sort_out(_stored(tree, "", budget), optimizer=optimizer)
+    yield source
 
 
 def check_torch_file(stream: Any, budget: MemoryBudget, nbytes: int) -> None:
@@ -95,23 +93,8 @@ def open_dcp(path: Path, *, optimizer: bool = True) -> Iterator[ImportSource]:
             else:
                 value = reader.read_value(key)
             _put(tree, place, value)
-        parts = sort_out(_with_lists(tree), optimizer=optimizer)
-    yield _source(parts)
-
-
-def _source(parts: SortedParts) -> ImportSource:
-    last: list[tuple[str, np.ndarray]] = []
-
-    def read(spec: TensorSpec, start: int, numel: int) -> np.ndarray:
-        if not last or last[0][0] != spec.path:
-            last.clear()  # before the next comes: one in memory at a time
-            tensor = parts.tensors[spec.path].fetch()
-            whole = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
-            last.append((spec.path, whole))
-        # A copy: blocks that wait to be written must not keep whole tensors in memory.
-        return last[0][1][start * spec.itemsize : (start + numel) * spec.itemsize].copy()
-
-    return ImportSource(parts.specs(), read, parts.links, parts.groups, parts.scalars, parts.extra, parts.step)
+        source = sort_out(_with_lists(tree), optimizer=optimizer)
+    yield source
 
 
 def _stored(value: Any, place: str, budget: MemoryBudget, level: int = 0) -> Any:

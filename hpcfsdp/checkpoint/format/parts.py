@@ -125,7 +125,7 @@ def _checkpoints(folder: Path) -> Iterator[Path]:
 def _may_name(path: Path, names: list[str], footer: Footer | None) -> bool:
     """Return whether an HDF5 file may name one of these parts of the checkpoint with this footer.
 
-    A file with a footer names them only if it is a copy of the checkpoint, because names are unique to a save. Files of other
+    Names are unique to a save: a file with a footer names them only if it is a copy of the checkpoint. Files of other
     programs are searched for the names.
     """
     with path.open("rb") as file:

@@ -1,6 +1,6 @@
 import pytest
 
-from hpcfsdp.checkpoint.convert.recognize import Stored, sort_out
+from hpcfsdp.checkpoint.convert.source import Stored, sort_out
 from hpcfsdp.errors import CheckpointError
 
 
