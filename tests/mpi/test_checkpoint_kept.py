@@ -23,8 +23,8 @@ class Counting(KeptPlan):
         super().__init__()
         self.recalled = []
 
-    def recall(self, wanted):
-        found = super().recall(wanted)
+    def recall(self, *arguments):
+        found = super().recall(*arguments)
         self.recalled.append(found is not None)
         return found
 

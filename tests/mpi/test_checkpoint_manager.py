@@ -17,7 +17,7 @@ from hpcfsdp.checkpoint.format.catalog import checkpoint_path
 from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.manager import retention
-from hpcfsdp.checkpoint.saving import pending
+from hpcfsdp.checkpoint.saving import content, pending
 from hpcfsdp.checkpoint.saving.pending import StagingRing
 from hpcfsdp.errors import (
     CheckpointCorruptError,
@@ -149,13 +149,13 @@ def test_writing_begins_within_the_save_and_two_steps_commit(comm, shared_path, 
 
 
 def test_ranks_that_lay_the_file_out_differently_commit_nothing(comm, shared_path, trained, monkeypatch):
-    real = pending.build_metadata_image
+    real = content.build_metadata_image
 
     def otherwise(*args, **kwargs):
         found = real(*args, **kwargs)
         return replace(found, offsets=(8, *found.offsets[1:])) if comm.rank == comm.size - 1 > 0 else found
 
-    monkeypatch.setattr(pending, "build_metadata_image", otherwise)
+    monkeypatch.setattr(content, "build_metadata_image", otherwise)
     with checkpoint.CheckpointManager(shared_path, asynchronous=True) as manager:
         manager.save(1, model=trained[0])
         if comm.size > 1:

@@ -19,9 +19,9 @@ from hpcfsdp.checkpoint.format.metadata import MetadataImage, build_metadata_ima
 from hpcfsdp.checkpoint.format.plain_values import leaves_of, split_arrays, to_plain
 from hpcfsdp.checkpoint.loading.match import check_patterns, chosen_of, is_chosen
 from hpcfsdp.checkpoint.saving import rng
-from hpcfsdp.checkpoint.saving.kept_plan import KeptPlan, KnownPlan, PlanKey, RecalledPlan
+from hpcfsdp.checkpoint.saving.kept_plan import KeptPlan, KnownPlan, RecalledPlan
 from hpcfsdp.checkpoint.saving.plan import SavePlan, plan_save
-from hpcfsdp.checkpoint.saving.same_call import compare, compare_leaves
+from hpcfsdp.checkpoint.saving.same_call import compare
 from hpcfsdp.checkpoint.saving.temporary import BytesOf
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
@@ -179,9 +179,7 @@ class Collected:
         """Return bytes of each copy that this rank, `rank`, makes of its blocks."""
         if self.recalled is not None:
             return self.recalled.known.sources.sizes
-        plan = self.content.plan
-        own = plan.blocks[plan.blocks_of(rank)]
-        return (own["numel"].astype(np.int64) * own["count"] * plan.itemsizes[own["tensor"]]).tolist()
+        return self.content.plan.block_bytes(self.content.plan.blocks_of(rank)).tolist()
 
 
 def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | None = None) -> Collected:
@@ -194,8 +192,9 @@ def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | N
         kept: of earlier saves; on all ranks or on none. If all ranks recall their plan, it is not made again, and no
             rank looks at each tensor. Else it keeps the new one.
     """
-    wanted = PlanKey(given.model, given.optimizer, given.names, comm.size, comm.rank)
-    recalled = None if kept is None else kept.recall(wanted)
+    model, optimizer = given.model, given.optimizer
+    key = None if given.names is None else tuple(given.names), comm.size, comm.rank, optimizer is None
+    recalled = None if kept is None else kept.recall(model, optimizer, key)
     if kept is not None and not _all_have(comm, recalled):
         recalled = None
     if recalled is not None:
@@ -205,7 +204,6 @@ def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | N
             exchange.mine, states, leaves = _to_compare(comm, given, small, known.fingerprint)
         small |= _compared(comm, exchange.everyone, states, leaves)
         return Collected(Content(known.plan, root_attributes(given.step, comm.size), small), (), recalled)
-    model, optimizer = given.model, given.optimizer
     own, gathered = None, None
     if isinstance(optimizer, StepsWholeTensors):
         with raise_together(comm):
@@ -223,10 +221,14 @@ def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | N
     small |= _compared(comm, exchange.everyone, states, leaves)
     named = [tensor for _, tensor in tensors]
     if kept is not None:
-        params = None if state is None else [group["params"] for group in state.groups]
-        has_states = bool(stateful_modules(model))
+        more = {
+            "fingerprint": fingerprint,
+            "chosen": chosen,
+            "params": None if state is None else tuple(tuple(group["params"]) for group in state.groups),
+            "has_states": bool(stateful_modules(model)),
+        }
         with raise_together(comm):
-            recalled = kept.keep(wanted, plan, fingerprint, named, chosen, params, has_states=has_states)
+            recalled = kept.keep(model, optimizer, key, plan, comm.rank, named, **more)
     return Collected(Content(plan, root_attributes(given.step, comm.size), small), named, recalled)
 
 
@@ -268,7 +270,8 @@ def _compared(
         compare("checkpoint.save", [{name: of_rank[place]} for of_rank in everyone])
     for part, found in leaves.items():
         if len({parts[part] for _, parts, _ in everyone} - {None}) > 1:
-            compare_leaves(comm, "checkpoint.save", found)
+            of_ranks = comm.all_gather_object(found)  # None on ranks without values
+            compare("checkpoint.save", [of_ranks[0] or {} if own is None else own for own in of_ranks])
     return {f"{schema.RNG}/{kind}": value for kind, value in rng.gather(comm, states).items()}
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.saving.plan import SavePlan
 from hpcfsdp.errors import HpcfsdpError
-from hpcfsdp.state.inventory import Inventory, take_inventory
+from hpcfsdp.state.inventory import take_inventory
 from hpcfsdp.state.tensors import StateTensor
 
 _GAP_BYTES = 4096
@@ -79,8 +79,7 @@ class BlockSources:
         addresses = _addresses_of(plan, rank, named)
         if begins is None or addresses is None:
             return None
-        own = plan.blocks[plan.blocks_of(rank)]
-        sizes = own["numel"].astype(np.int64) * plan.itemsizes[own["tensor"]]
+        sizes = plan.block_bytes(plan.blocks_of(rank))
         found = np.searchsorted(begins, addresses, side="right") - 1
         ends = begins + np.array([tensors[number].nbytes for number in order], np.int64)
         if np.any(found < 0) or np.any(addresses + sizes > ends[found]):
@@ -166,27 +165,11 @@ def _addresses_of(plan: SavePlan, rank: int, named: Sequence[StateTensor]) -> np
 
 
 @dataclass(frozen=True, eq=False)
-class PlanKey:
-    """What a save is to save, and the number of its ranks and that of this one."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
-    names: Sequence[str] | None
-    num_ranks: int
-    rank: int
-
-    def facts(self, found: Inventory) -> tuple[Any, ...]:
-        """Return all that the plan depends on."""
-        names = None if self.names is None else tuple(self.names)
-        return names, self.num_ranks, self.rank, self.optimizer is None, found.facts
-
-
-@dataclass(frozen=True, eq=False)
 class KnownPlan:
     """What a save has found, and what it depends on.
 
     Attributes:
-        facts: of the inventory, of the arguments and of this rank: equal facts lead to an equal plan.
+        facts: the key of the save, and those of the inventory: equal facts lead to an equal plan.
         plan: has been checked, and compared over ranks.
         fingerprint: of the plan.
         sources: of this rank's blocks in the tensors of the inventory.
@@ -226,40 +209,44 @@ class KeptPlan:
     def __init__(self) -> None:
         self._known: KnownPlan | None = None
 
-    def recall(self, wanted: PlanKey) -> RecalledPlan | None:
-        """Return the kept plan, if it is that of this save."""
+    def recall(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, key: Any) -> RecalledPlan | None:
+        """Return the kept plan, if it is that of this save.
+
+        Args:
+            key: all that the plan depends on, besides model and optimizer.
+        """
         if self._known is None:
             return None
         try:
-            found = take_inventory(wanted.model, wanted.optimizer)
+            found = take_inventory(model, optimizer)
         except HpcfsdpError:  # the general way raises it, on all ranks
             return None
-        if found is None or wanted.facts(found) != self._known.facts:
+        if found is None or (key, found.facts) != self._known.facts:
             return None
         return RecalledPlan(self._known, found.tensors)
 
     def keep(
         self,
-        wanted: PlanKey,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        key: Any,
         plan: SavePlan,
-        fingerprint: str,
+        rank: int,
         named: Sequence[StateTensor],
-        chosen: frozenset[str] | None,
-        params: Sequence[Sequence[str]] | None,
-        *,
-        has_states: bool,
+        **more: Any,
     ) -> RecalledPlan | None:
-        """Keep a plan that the general way has made, compared and checked, in place of another; None if it cannot.
+        """Keep a plan that has been made, compared and checked, in place of another; return None if it cannot.
 
         Args:
+            key: see ``recall``.
+            rank: this one.
             named: the plan's tensors, in its order.
-            chosen, params, has_states: see ``KnownPlan``.
+            more: further attributes of ``KnownPlan``.
         """
         self._known = None
-        found = take_inventory(wanted.model, wanted.optimizer)
-        sources = None if found is None else BlockSources.find(plan, wanted.rank, named, found.tensors)
+        found = take_inventory(model, optimizer)
+        sources = None if found is None else BlockSources.find(plan, rank, named, found.tensors)
         if found is None or sources is None:
             return None
-        names = None if params is None else tuple(map(tuple, params))
-        self._known = KnownPlan(wanted.facts(found), plan, fingerprint, sources, chosen, names, has_states)
+        self._known = KnownPlan((key, found.facts), plan=plan, sources=sources, **more)
         return RecalledPlan(self._known, found.tensors)

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ import torch
 
 from hpcfsdp import _compat, accelerator
 from hpcfsdp.checkpoint.format import disk, schema
-from hpcfsdp.checkpoint.format.metadata import MetadataImage, build_metadata_image
+from hpcfsdp.checkpoint.format.metadata import MetadataImage
 from hpcfsdp.checkpoint.saving.content import Collected, Content, memory_of_blocks
 from hpcfsdp.checkpoint.saving.kept_plan import CopiedBlocks
 from hpcfsdp.checkpoint.saving.temporary import (
@@ -308,13 +308,8 @@ class PendingSave:
             committed: called in a thread of rank 0 after the commit.
         """
         self.path, self.ended = temporary.path, False
-        self._comm, self._temporary, self._content, self._ring, self._committed = (
-            comm,
-            temporary,
-            content,
-            ring,
-            committed,
-        )
+        self._comm, self._temporary, self._content = comm, temporary, content
+        self._ring, self._committed = ring, committed
         self._own = content.plan.blocks_of(comm.rank)
         self._laying: Task[MetadataImage] | None = None
         self._task: Task[np.ndarray] | None = None
@@ -487,13 +482,7 @@ class PendingSave:
         if self._ring.stopped:
             raise CheckpointError(f"{self.path}: was given up before it was begun")
         with naming_write_errors(self.path):
-            metadata_image = build_metadata_image(
-                content.plan.specs,
-                content.plan.links,
-                len(content.plan.blocks),
-                content.attributes,
-                content.small if is_first else {},
-            )
+            metadata_image = (content if is_first else replace(content, small={})).metadata_image()
             if is_first:
                 self._temporary.create(metadata_image.nbytes)
         return metadata_image
@@ -502,8 +491,7 @@ class PendingSave:
         """In a thread: write the blocks that come through the ring and sync; return their checksums, uint64."""
         ring = self._ring
         sums, plan = np.zeros(len(self._own), np.uint64), self._content.plan
-        own = plan.blocks[self._own]
-        sizes = own["numel"].astype(np.int64) * own["count"] * plan.itemsizes[own["tensor"]]
+        sizes = plan.block_bytes(self._own)
         try:
             offsets = self._laying.result().offsets
             with naming_write_errors(self.path), self._opened() as fd:

@@ -60,6 +60,11 @@ class SavePlan:
         """Return the places in `blocks` of a rank's blocks."""
         return np.flatnonzero(self.blocks["rank"] == rank)
 
+    def block_bytes(self, places: np.ndarray) -> np.ndarray:
+        """Return the bytes of blocks, by their places, int64."""
+        blocks = self.blocks[places]
+        return blocks["numel"].astype(np.int64) * blocks["count"] * self.itemsizes[blocks["tensor"]]
+
     def fingerprint(self) -> str:
         """Return a text that is equal for equal plans."""
         digest = hashlib.blake2b(repr((self.specs, self.links, self.num_ranks)).encode(), digest_size=8)

@@ -91,12 +91,6 @@ def compare(call: str, everyone: Sequence[Facts]) -> None:
             raise error
 
 
-def compare_leaves(comm: Communicator, call: str, leaves: Mapping[str, str] | None) -> None:
-    """As ``compare`` for ``extra.leaves_of``; None on ranks without values. Collective over `comm`."""
-    everyone = comm.all_gather_object(leaves)
-    compare(call, [everyone[0] or {} if own is None else own for own in everyone])
-
-
 _MISSING = "nothing"
 
 
