@@ -17,7 +17,7 @@ from hpcfsdp.checkpoint.inspect.diff import (
     compare,
     to_compare,
 )
-from hpcfsdp.checkpoint.inspect.elements import json_number
+from hpcfsdp.checkpoint.inspect.stats import json_number
 from hpcfsdp.cli.arguments import Parser, number_in
 from hpcfsdp.cli.printing import plain_value, print_json, print_table, readable_number, readable_shape, shortened
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, UsageError

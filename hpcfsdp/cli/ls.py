@@ -10,8 +10,8 @@ from typing import Any
 
 from hpcfsdp.checkpoint.format.catalog import step_of
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
-from hpcfsdp.checkpoint.inspect.elements import json_number
 from hpcfsdp.checkpoint.inspect.names import matching
+from hpcfsdp.checkpoint.inspect.stats import json_number
 from hpcfsdp.cli.arguments import Parser, paths_and_patterns
 from hpcfsdp.cli.failure import as_json
 from hpcfsdp.cli.folders import checkpoints_in, size_of

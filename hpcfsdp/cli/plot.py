@@ -11,9 +11,9 @@ from typing import Any
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
-from hpcfsdp.checkpoint.inspect import plots, plots as pictures
-from hpcfsdp.checkpoint.inspect.elements import nbytes_of
+from hpcfsdp.checkpoint.inspect import plots
 from hpcfsdp.checkpoint.inspect.names import tensors_matching
+from hpcfsdp.checkpoint.inspect.stats import nbytes_of
 from hpcfsdp.cli.arguments import Parser, number_in, paths_and_patterns
 from hpcfsdp.cli.folders import checkpoints_in
 from hpcfsdp.cli.printing import print_json, print_line
@@ -116,9 +116,9 @@ def _histograms(index: CheckpointIndex, options: argparse.Namespace) -> list[plo
     paths = _paths(index, options)
     if options.patterns:
         groups = {path: [path] for path in paths}
-        if len(groups) > pictures.MOST_PANELS and not (options.json and options.out is None):
+        if len(groups) > plots.MOST_PANELS and not (options.json and options.out is None):
             raise UsageError(
-                f"{index.info.path}: {len(groups)} tensors match, and a picture has room for {pictures.MOST_PANELS} "
+                f"{index.info.path}: {len(groups)} tensors match, and a picture has room for {plots.MOST_PANELS} "
                 "histograms: give narrower patterns, or --json"
             )
     else:
@@ -139,7 +139,7 @@ def _paths(index: CheckpointIndex, options: argparse.Namespace) -> list[str]:
 
 
 _KINDS: dict[str, tuple[Callable[[CheckpointIndex, argparse.Namespace], Any], Callable[..., Any]]] = {
-    "histogram": (_histograms, pictures.draw_histograms),
-    "norms": (_norms, pictures.draw_norms),
-    "loss": (lambda index, options: plots.curves(index, options.patterns), pictures.draw_curves),
+    "histogram": (_histograms, plots.draw_histograms),
+    "norms": (_norms, plots.draw_norms),
+    "loss": (lambda index, options: plots.curves(index, options.patterns), plots.draw_curves),
 }

@@ -11,7 +11,7 @@ import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
-from hpcfsdp.checkpoint.inspect.elements import decoded, file_statistics, json_number
+from hpcfsdp.checkpoint.inspect.stats import decoded, file_statistics, json_number
 from hpcfsdp.cli.arguments import Parser
 from hpcfsdp.cli.printing import plain_value, print_json, print_table, readable_date, readable_shape, shortened
 from hpcfsdp.errors import CheckpointError, UsageError, nearest

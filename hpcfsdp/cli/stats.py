@@ -7,8 +7,8 @@ from pathlib import Path
 
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
-from hpcfsdp.checkpoint.inspect.elements import file_statistics, json_number, nbytes_of
 from hpcfsdp.checkpoint.inspect.names import tensors_matching
+from hpcfsdp.checkpoint.inspect.stats import file_statistics, json_number, nbytes_of
 from hpcfsdp.cli.arguments import Parser
 from hpcfsdp.cli.printing import print_result, readable_number, readable_shape
 from hpcfsdp.output.progress_bar import byte_progress

@@ -11,7 +11,7 @@ from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint import HDF5Writer, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.inspect.diff import compare
-from hpcfsdp.checkpoint.inspect.elements import file_statistics
+from hpcfsdp.checkpoint.inspect.stats import file_statistics
 from hpcfsdp.checkpoint.inspect.verify import verify_file
 from hpcfsdp.fsdp import FullyShardedDataParallel
 

@@ -12,8 +12,8 @@ from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.inspect.elements import Advance, decoded, ignore, iter_pieces
 from hpcfsdp.checkpoint.inspect.names import matching
+from hpcfsdp.checkpoint.inspect.stats import Advance, decoded, ignore, iter_pieces
 from hpcfsdp.errors import CheckpointError
 
 

@@ -1,4 +1,4 @@
-"""Histograms, norms per layer and curves of a checkpoint: the numbers."""
+"""Histograms, norms per layer and curves of a checkpoint: the numbers, and pictures of them with matplotlib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex
 from hpcfsdp.checkpoint.format.reader import BlockReader
-from hpcfsdp.checkpoint.inspect.elements import (
+from hpcfsdp.checkpoint.inspect.names import match_names
+from hpcfsdp.checkpoint.inspect.stats import (
     Advance,
     absolute,
     decoded,
@@ -21,7 +22,6 @@ from hpcfsdp.checkpoint.inspect.elements import (
     json_number,
     read_pieces,
 )
-from hpcfsdp.checkpoint.inspect.names import match_names
 from hpcfsdp.errors import CheckpointError, nearest
 from hpcfsdp.output.figure_file import new_figure
 from hpcfsdp.text.terminal import shown

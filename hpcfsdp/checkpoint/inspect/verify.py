@@ -18,7 +18,7 @@ from hpcfsdp.checkpoint.format.index import CheckpointIndex, elements_in, open_i
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.small_values import odd_hyper_parameters
-from hpcfsdp.checkpoint.inspect.elements import Advance, ignore, iter_pieces
+from hpcfsdp.checkpoint.inspect.stats import Advance, ignore, iter_pieces
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
 _TRIES = 5

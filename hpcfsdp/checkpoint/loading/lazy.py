@@ -14,7 +14,7 @@ from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
-from hpcfsdp.checkpoint.inspect.elements import decoded
+from hpcfsdp.checkpoint.inspect.stats import decoded
 from hpcfsdp.errors import nearest
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from hpcfsdp.checkpoint import save
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
-from hpcfsdp.checkpoint.inspect import plots, plots as pictures
+from hpcfsdp.checkpoint.inspect import plots
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
 from hpcfsdp.output.figure_file import write_figure
 
@@ -159,13 +159,13 @@ def heights(axes):
 
 def test_pictures_show_the_numbers(trained, tmp_path):
     histograms = [plots.Histogram(f"t{n}", np.arange(4.0), np.array([n, 0, 2]), n, 0) for n in range(6)]
-    figure = pictures.draw_histograms({"a.h5": histograms})
+    figure = plots.draw_histograms({"a.h5": histograms})
     assert [axes.get_title() for axes in figure.axes][:3] == ["t0", "t1 (1 NaN)", "t2 (2 NaN)"]
     assert [axes.patches[0].get_data().values.tolist() for axes in figure.axes] == [[n, 0, 2] for n in range(6)]
-    norms = pictures.draw_norms({"a.h5": {"x": 1.0, "y": 2.5}})
+    norms = plots.draw_norms({"a.h5": {"x": 1.0, "y": 2.5}})
     assert heights(norms.axes[0]) == [1.0, 2.5]
     assert [label.get_text() for label in norms.axes[0].get_yticklabels()] == ["x", "y"]
-    curves = pictures.draw_curves({"a.h5": plots.curves(trained)})
+    curves = plots.draw_curves({"a.h5": plots.curves(trained)})
     assert {line.get_label(): line.get_ydata()[0] for line in curves.axes[0].lines} == {"loss": 3.0, "val.loss": 2.5}
     for number, drawn in enumerate((figure, norms, curves)):
         path = write_figure(drawn, tmp_path / f"{number}.png")
@@ -175,7 +175,7 @@ def test_pictures_show_the_numbers(trained, tmp_path):
 
 def test_histograms_name_their_axes():
     histograms = [plots.Histogram(f"t{n}", np.arange(4.0), np.array([1, 0, 2]), 0, 0) for n in range(6)]
-    axes = pictures.draw_histograms({"a.h5": histograms}).axes
+    axes = plots.draw_histograms({"a.h5": histograms}).axes
     assert [one.get_xlabel() for one in axes] == [
         "",
         "",
@@ -193,16 +193,16 @@ def legend(axes):
 
 def test_several_files_are_drawn_over_each_other():
     one, other = (plots.Histogram("t", np.arange(3.0), np.array(counts), 0, 0) for counts in ([1, 2], [3, 4]))
-    (axes,) = pictures.draw_histograms({"a.h5": [one], "b.h5": [other]}).axes
+    (axes,) = plots.draw_histograms({"a.h5": [one], "b.h5": [other]}).axes
     assert [patch.get_data().values.tolist() for patch in axes.patches] == [[1, 2], [3, 4]]
     assert legend(axes) == ["a.h5", "b.h5"]
-    (axes,) = pictures.draw_norms({"a.h5": {"x": 1.0, "y": 2.0}, "b.h5": {"y": 3.0, "z": 4.0}}).axes
+    (axes,) = plots.draw_norms({"a.h5": {"x": 1.0, "y": 2.0}, "b.h5": {"y": 3.0, "z": 4.0}}).axes
     assert heights(axes) == [1.0, 2.0, 3.0, 4.0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["x", "y", "z"]
     (upper, lower) = (axes.patches[place] for place in (1, 2))  # those of y: next to each other, not on top
     assert upper.get_y() + upper.get_height() == pytest.approx(lower.get_y())
     curve = (np.array([1, 2]), np.array([3.0, 2.0]))
-    (axes,) = pictures.draw_curves({"a.h5": {"loss": curve}, "b.h5": {"loss": curve}}).axes
+    (axes,) = plots.draw_curves({"a.h5": {"loss": curve}, "b.h5": {"loss": curve}}).axes
     assert legend(axes) == ["a.h5: loss", "b.h5: loss"]
     assert axes.get_ylabel() == "loss"
 
@@ -214,7 +214,7 @@ def test_smoothing_is_a_moving_average_corrected_for_its_beginning():
     expected = [4.0, (0.5 * 4 + 2) / 1.5, (0.5 * 4 + 2) / 1.5, (0.25 * 4 + 0.5 * 2 + 2) / 1.75]
     assert plots.smoothed(values, 0.5).tolist() == pytest.approx(expected)
     assert plots.smoothed(np.array([math.nan, 1.0]), 0.5).tolist() == pytest.approx([math.nan, 1.0], nan_ok=True)
-    (axes,) = pictures.draw_curves({"a.h5": {"loss": (np.arange(4), values)}}, smoothing=0.5).axes
+    (axes,) = plots.draw_curves({"a.h5": {"loss": (np.arange(4), values)}}, smoothing=0.5).axes
     faint, line = axes.lines
     assert (faint.get_alpha(), line.get_ydata().tolist()) == (0.25, pytest.approx(expected))
     assert faint.get_color() == line.get_color()
@@ -224,15 +224,15 @@ def test_smoothing_is_a_moving_average_corrected_for_its_beginning():
 
 @pytest.mark.parametrize("norms", [{}, {str(n): 1.0 for n in range(500)}], ids=["none", "many"])
 def test_pictures_of_nothing_and_of_much(tmp_path, norms):
-    path = write_figure(pictures.draw_norms({"a.h5": norms}), tmp_path / "a.svg")
+    path = write_figure(plots.draw_norms({"a.h5": norms}), tmp_path / "a.svg")
     assert path.stat().st_size > 0
 
 
 def test_pictures_that_cannot_be(tmp_path):
     many = [plots.Histogram(f"t{n}", np.arange(2.0), np.array([1]), 0, 0) for n in range(49)]
     with pytest.raises(CheckpointError, match="49 tensors match, a picture has room for 48"):
-        pictures.draw_histograms({"a.h5": many})
-    figure = pictures.draw_histograms({"a.h5": many[:1]})
+        plots.draw_histograms({"a.h5": many})
+    figure = plots.draw_histograms({"a.h5": many[:1]})
     with pytest.raises(HpcfsdpError, match=r"has to end with one of .*\.pdf, .*\.png"):
         write_figure(figure, tmp_path / "a.mp3")
     with pytest.raises(HpcfsdpError, match="cannot be written: No such file"):
@@ -249,4 +249,4 @@ def test_without_matplotlib_the_error_names_the_remedy(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", no_matplotlib)
     with pytest.raises(HpcfsdpError, match=r"pip install 'hpcfsdp\[plot\]'"):
-        pictures.draw_norms({"a.h5": {"x": 1.0}})
+        plots.draw_norms({"a.h5": {"x": 1.0}})

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
-from hpcfsdp.checkpoint.inspect.elements import (
+from hpcfsdp.checkpoint.inspect.stats import (
     Statistics,
     decoded,
     file_statistics,
@@ -146,7 +146,7 @@ def test_runs_between_each_other_are_read_together_up_to_a_limit(monkeypatch):
     spec = schema.TensorSpec("model/a", (30,), "float32")
     index = SimpleNamespace(resolve=lambda path: spec, rows_of=lambda path: rows)
     assert list(iter_pieces(index, "model/a", at_least=0)) == [(0, 20), (20, 10)]
-    monkeypatch.setattr("hpcfsdp.checkpoint.inspect.elements.MOST_BYTES", 32)
+    monkeypatch.setattr("hpcfsdp.checkpoint.inspect.stats.MOST_BYTES", 32)
     assert list(iter_pieces(index, "model/a", at_least=0)) == [(0, 8), (8, 8), (16, 4), (20, 8), (28, 2)]
 
 

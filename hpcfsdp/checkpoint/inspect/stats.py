@@ -1,4 +1,4 @@
-"""Divide a tensor into pieces to read, each checksum in one piece. Pure."""
+"""Elements of tensors, piece by piece: as numpy numbers, and their statistics."""
 
 from __future__ import annotations
 
