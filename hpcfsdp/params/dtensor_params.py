@@ -8,7 +8,7 @@ from there, parameter by parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -141,6 +141,7 @@ class DTensorParams(ShardedParams):
         self._resting = self._views
         if not self._buffer.stays:  # a leaf without memory must not be read
             self._resting = [nothing_of(view.shape, view.dtype, view.device) for view in self._views]
+        self._resting_pointers = [view.data_ptr() for view in self._resting]  # their memory stays
         for leaf, param, resting in zip(self.leaves, self.params, self._resting, strict=True):
             _compat.replace_data(leaf, resting)
             leaf.requires_grad_(param.sharded.requires_grad)
@@ -219,14 +220,16 @@ class DTensorParams(ShardedParams):
             if leaf.requires_grad is not param.sharded.requires_grad:
                 leaf.requires_grad_(param.sharded.requires_grad)
 
-    @torch.no_grad()
     def fits(self) -> bool:
         """Copy rows that lie elsewhere, at rest. Return False if they have another dtype, device or shape.
 
         Raises:
             EngineError: ``.data`` of a parameter was assigned, which has no effect on a ``DTensor``.
         """
-        self._refuse_data(self._views if self.is_unsharded else self._resting)
+        if self.is_unsharded:
+            self._refuse_data(self._views, map(torch.Tensor.data_ptr, self._views))
+        else:
+            self._refuse_data(self._resting, self._resting_pointers)
         for index, (param, memory) in enumerate(zip(self.params, self._locals)):  # noqa: B905 (in each call)
             local, identity = param.local, _compat.identity_of(param.sharded)
             if local is memory and identity == self._identities[index]:
@@ -238,15 +241,16 @@ class DTensorParams(ShardedParams):
                 continue
             if (local.dtype, local.device, local.shape) != (memory.dtype, memory.device, memory.shape):
                 return False
-            memory.copy_(local)
+            with torch.no_grad():
+                memory.copy_(local)
             _compat.set_local(param.sharded, memory)
             self._has_copied = True
         return True
 
-    def _refuse_data(self, expected: Sequence[torch.Tensor]) -> None:
-        for index, (leaf, values) in enumerate(zip(self.leaves, expected)):  # noqa: B905 (in each call)
-            if leaf.data_ptr() != values.data_ptr():
-                leaf.data = values
+    def _refuse_data(self, expected: Sequence[torch.Tensor], pointers: Iterable[int]) -> None:
+        for index, (leaf, pointer) in enumerate(zip(self.leaves, pointers)):  # noqa: B905 (in each call)
+            if leaf.data_ptr() != pointer:
+                leaf.data = expected[index]
                 raise self._data_error(index)
 
     def _data_error(self, index: int) -> EngineError:
@@ -311,7 +315,7 @@ class DTensorParams(ShardedParams):
     def unbind(self) -> None:
         self.is_unsharded = False
         if self._lends:
-            self._refuse_data(self._views)
+            self._refuse_data(self._views, map(torch.Tensor.data_ptr, self._views))
         self._set_leaves(self._resting)
         self._register_rows()
         if self._lends:

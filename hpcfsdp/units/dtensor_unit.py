@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +28,7 @@ from hpcfsdp.units.flat_unit import ModelUnit
 from hpcfsdp.units.guard import UnitHooks
 from hpcfsdp.units.materialize import refuse_uninitialised
 from hpcfsdp.units.options import UnitOptions
-from hpcfsdp.units.own import UNIT, OwnParam, label, label_replaced, retire
+from hpcfsdp.units.own import UNIT, OwnParam, label, label_replaced, parts_of, retire
 from hpcfsdp.units.same_model import check_same_model
 from hpcfsdp.units.tensor_parallel import TensorView
 from hpcfsdp.units.unit_mesh import UnitMesh, rank_names
@@ -52,6 +53,11 @@ class OwnDTensor:
     block: TensorBlock | None
     mesh: UnitMesh
     param: DTensorParam
+
+    @property
+    def numel(self) -> int:
+        """The number of elements, of the largest block: the same on all ranks."""
+        return math.prod(self.shape) if self.block is None else self.block.largest_numel
 
 
 class DTensorUnit(ModelUnit):
@@ -87,6 +93,8 @@ class DTensorUnit(ModelUnit):
         assert options.device is not None
         self.own = tuple(own)
         self.device = options.device
+        places = [(each, *each.param.places[0]) for each in self.own]
+        self._registered = [(module._parameters, name, each) for each, module, name in places]
         self.is_stale = True
         self.uninitialised: list[tuple[str, nn.Module, str]] = []
         self._modules = [weakref.ref(module) for module in modules]
@@ -133,13 +141,14 @@ class DTensorUnit(ModelUnit):
         self.reshard_after_forward = not self.is_root if self.reshard_choice is None else self.reshard_choice
 
     def fits(self) -> bool:
-        """Not collective, at rest. Adopt what the user has assigned. False if the memory has to be made anew."""
-        if not self.unsharded_params.is_bound:
-            for each in self.own:
-                replaced = each.param.adopt_assigned(each.fqn)
-                if replaced is not None:
-                    label(each.param.sharded, each.fqn, tuple(replaced.shape))
-                    label_replaced(replaced)
+        """Not collective, at rest. Adopt what the program has assigned. False if the memory has to be made anew."""
+        for registry, name, each in self._registered if not self.unsharded_params.is_bound else ():
+            if registry.get(name) is each.param.sharded:  # in each call: the rest is rare
+                continue
+            replaced = each.param.adopt_assigned(each.fqn)
+            if replaced is not None:
+                label(each.param.sharded, each.fqn, tuple(replaced.shape))
+                label_replaced(replaced)
         return not self.is_stale and all(flat.fits() for flat in self.sharded_params)
 
     def refresh(self) -> None:
@@ -228,7 +237,7 @@ class DTensorUnit(ModelUnit):
             dtypes = dtypes_for(self.options.mixed_precision, dtype)
             # Small gradient buffers stay in the cache; other transports need large messages.
             most = CHUNK_NUMEL if shares_memory(mesh) and self.reduce_options.hook is None else None
-            yield from ((mesh, part, dtypes) for part in _parts(group, most))
+            yield from ((mesh, part, dtypes) for part in parts_of(group, most))
 
     def _tensor_views(self, sharded_params: Sequence[DTensorParams]) -> Iterator[TensorView]:
         leaves = {
@@ -327,22 +336,6 @@ class _DTensorUnitHooks(UnitHooks):
             unit.refresh()
 
 
-def _parts(group: Sequence[OwnDTensor], most: int | None) -> Iterator[list[OwnDTensor]]:
-    """Consecutive parts of at most `most` elements, or of one parameter that has more."""
-    part: list[OwnDTensor] = []
-    held = 0
-    for each in group:
-        # Of the largest block: the same on all ranks.
-        numel = each.block.largest_numel if each.block is not None else torch.Size(each.shape).numel()
-        if part and most is not None and held + numel > most:
-            yield part
-            part, held = [], 0
-        part.append(each)
-        held += numel
-    if part:
-        yield part
-
-
 @torch.no_grad()
 def shard_param(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device, device: torch.device) -> OwnDTensor:
     """Collective over the ranks of `mesh`, the first time. Replace a parameter by this rank's rows of it.
@@ -356,7 +349,7 @@ def shard_param(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device, d
     rows = -(-shape[dim] // mesh.shard.size)
     begin = min(mesh.shard.rank * rows, shape[dim])
     part = whole.detach().narrow(dim, begin, min(rows, shape[dim] - begin))
-    local = torch.empty(part.shape, dtype=part.dtype, device=part.device if part.is_meta else home).copy_(part)
+    local = part if part.is_meta else part.to(home)  # not copied here: the unit moves it to memory of its own
     device_mesh, placements = mesh.placed_rows(entry.block, dim)
     of_whole = shape if entry.block is None else entry.block.shape
     complete_operations_on(device_mesh)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -24,6 +24,14 @@ from hpcfsdp.units.unit_mesh import UnitMesh
 
 UNIT = "_hpcfsdp_unit"
 """The attribute of a module that was given to ``fully_shard`` with its unit."""
+
+
+class _HasNumel(Protocol):
+    @property
+    def numel(self) -> int: ...
+
+
+Entry = TypeVar("Entry", bound=_HasNumel)
 
 _UNIT_FQN = "_hpcfsdp_unit_fqn"
 _HIDDEN = "_hpcfsdp_hidden"
@@ -148,7 +156,7 @@ class OwnParam:
 
     @property
     def numel(self) -> int:
-        """Elements, of the largest block: the same on all ranks."""
+        """The number of elements, of the largest block: the same on all ranks."""
         return self.param.numel() if self.block is None else self.block.largest_numel
 
     def replace_dtensor(self) -> None:
@@ -194,7 +202,7 @@ class OwnParams:
 
     def split(self, numel: int) -> None:
         """Cut groups into runs of at most `numel` elements, or of one parameter that has more."""
-        self.groups = [part for group in self.groups for part in _runs(group, numel)]
+        self.groups = [part for group in self.groups for part in parts_of(group, numel)]
 
     @property
     def entries(self) -> list[OwnParam]:
@@ -233,16 +241,18 @@ class OwnParams:
         return [buffer for buffer in self.buffers if not is_sharded(buffer)]
 
 
-def _runs(group: list[OwnParam], numel: int) -> Iterator[list[OwnParam]]:
-    run: list[OwnParam] = []
+def parts_of(entries: Sequence[Entry], most: int | None) -> Iterator[list[Entry]]:
+    """Return consecutive parts of parameters, each of at most `most` elements, or of one parameter that has more."""
+    part: list[Entry] = []
     held = 0
-    for entry in group:
-        if run and held + entry.numel > numel:
-            yield run
-            run, held = [], 0
-        run.append(entry)
+    for entry in entries:
+        if part and most is not None and held + entry.numel > most:
+            yield part
+            part, held = [], 0
+        part.append(entry)
         held += entry.numel
-    yield run
+    if part:
+        yield part
 
 
 def own_params(
