@@ -21,7 +21,7 @@ from hpcfsdp.hang.calls import public_call
 from hpcfsdp.units.build import Forward, become_root
 from hpcfsdp.units.copying import copy_fully_sharded
 from hpcfsdp.units.dtensor_unit import DTensorUnit, dtensor_unit_of, dtensor_units_in
-from hpcfsdp.units.materialize import MarkEmpty, states_on_meta
+from hpcfsdp.units.materialize import FillEmpty, tensors_on_meta
 
 
 class UnshardHandle(stock.UnshardHandle):
@@ -295,8 +295,8 @@ class FSDPModule(stock.FSDPModule):
         unit = self._unit_here
         if unit.root is not None:
             unit.root.reshard([unit], meet=False)
-        unit.uninitialised += states_on_meta(cast(nn.Module, self))
-        with MarkEmpty() if unit.uninitialised else contextlib.nullcontext():
+        unit.uninitialised += tensors_on_meta(cast(nn.Module, self))
+        with FillEmpty() if unit.uninitialised else contextlib.nullcontext():
             # Not torch's, which expects its own state.
             result = super(stock.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         unit.label_params()
@@ -305,7 +305,7 @@ class FSDPModule(stock.FSDPModule):
 
     @public_call("copy.deepcopy")
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Not collective. A copy of this rank's rows, which trains by itself; process groups are shared."""
+        """Not collective. Return a copy of this rank's rows, which trains by itself; process groups are shared."""
         return copy_fully_sharded(cast(nn.Module, self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -333,7 +333,7 @@ class FSDPModule(stock.FSDPModule):
 
 
 def torchs_state_error() -> EngineError:
-    """A function of torch, such as a stage of a pipeline, takes a module for one of torch's own ``fully_shard``."""
+    """Return the error where a function of torch, such as a stage of a pipeline, takes a module for torch's own."""
     return EngineError(
         "a function of torch reads the inner state of its own fully_shard, and hpcfsdp.fully_shard has sharded "
         "this module: use torch's fully_shard for this program, or leave out that function"
@@ -344,7 +344,7 @@ _classes: dict[type, type] = {}
 
 
 def extended_class(original: type) -> type:
-    """A subclass of a module's class and of ``FSDPModule``, always the same one."""
+    """Return a subclass of a module's class and of ``FSDPModule``, always the same one."""
     if original not in _classes:
         made = type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
         _classes[original] = made
@@ -365,7 +365,7 @@ def _root_of(unit: DTensorUnit) -> Root:
 
 
 def units_of_modules(modules: Iterable[FSDPModule]) -> list[DTensorUnit]:
-    """The units of modules.
+    """Return the units of modules.
 
     Raises:
         ValueError: ``fully_shard`` has not sharded one of them.

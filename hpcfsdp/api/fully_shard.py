@@ -29,7 +29,7 @@ from hpcfsdp.units.arguments import replicated_in
 from hpcfsdp.units.dtensor_unit import DTensorUnit, dtensor_unit_of, shard_param
 from hpcfsdp.units.flat_unit import unit_of
 from hpcfsdp.units.groups import resolve_mesh, with_dtensors
-from hpcfsdp.units.materialize import states_on_meta
+from hpcfsdp.units.materialize import tensors_on_meta
 from hpcfsdp.units.optimizer_check import watch_optimizers
 from hpcfsdp.units.options import NOTHING_IGNORED, Ignored, UnitOptions
 from hpcfsdp.units.own import UNIT, OwnParam, label_modules, move_buffers, own_params, unit_fqn
@@ -146,7 +146,7 @@ def shard_modules(
     pin_memory = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
     options = UnitOptions(device=device, ignored=ignored, mixed_precision=mixed_precision, pin_memory=pin_memory)
     unit = DTensorUnit(" + ".join(type(each).__name__ for each in modules), modules, own, mesh=mesh, options=options)
-    unit.uninitialised = [state for each in modules for state in states_on_meta(each)]
+    unit.uninitialised = [state for each in modules for state in tensors_on_meta(each)]
     unit.label_params()
     unit.reshard_choice, unit.output_dtype = choice, mp_policy.output_dtype
     for each in modules:

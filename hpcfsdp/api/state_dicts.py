@@ -27,7 +27,18 @@ from hpcfsdp.units.flat_unit import FlatUnit
 
 
 class StateDictMethods(nn.Module):
-    """Methods of the wrapper."""
+    """Methods of the wrapper.
+
+    Those for optimizers are collective over all ranks, but for ``rekey_optim_state_dict``. Their arguments have one
+    meaning:
+
+    Args:
+        model: wrapped, or with wrapped modules in it.
+        optim: the optimizer, which steps the parameters of the wrapped model.
+        optim_input: the argument with which `optim` was built, by default ``model.parameters()``; not needed with
+            `optim`.
+        group: the ranks, where they are not those of the model.
+    """
 
     _unit: FlatUnit
 
@@ -120,6 +131,7 @@ class StateDictMethods(nn.Module):
         """Set the kind of state dict for all units in `module`, which need not be a unit itself.
 
         Args:
+            state_dict_type: the kind.
             state_dict_config, optim_state_dict_config: configurations of the classes for that kind. Default: torch's.
 
         Returns:
@@ -133,7 +145,7 @@ class StateDictMethods(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Return the settings of the units in `module`.
+        """Return the settings of the units in `module`, which need not be a unit itself.
 
         Raises:
             StateDictError: they differ, or there is no unit.
@@ -147,7 +159,7 @@ class StateDictMethods(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """A context with the settings of ``set_state_dict_type``. Its end restores those of each unit."""
+        """Return a context with the settings of ``set_state_dict_type``; its end restores those of each unit."""
         return settings.state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
@@ -159,14 +171,9 @@ class StateDictMethods(nn.Module):
         rank0_only: bool = True,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Collective over all ranks. Return the whole optimizer state in host memory, whatever the state dict type.
+        """Return ``optim_state_dict`` with whole tensors in host memory, whatever the state dict type.
 
-        Args:
-            optim_input: the argument with which `optim` was built; not needed.
-            rank0_only: the other ranks get an empty dict.
-            group: the ranks, where they are not those of the model.
-
-        Returns, raises: see ``optim_state_dict``.
+        Under `rank0_only` other ranks get an empty dict.
         """
         form = StateDictFormat(rank0_only=rank0_only, offload_to_cpu=True)
         return save_optimizer.optim_state_dict(model, optim, form=form, optim_input=optim_input, group=group)
@@ -174,10 +181,7 @@ class StateDictMethods(nn.Module):
     @staticmethod
     @public_call("sharded_optim_state_dict")
     def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
-        """Collective over all ranks. Return this rank's rows of the optimizer state, in host memory.
-
-        Returns, raises: see ``optim_state_dict``.
-        """
+        """Return ``optim_state_dict`` with this rank's rows, in host memory."""
         form = StateDictFormat(sharded=True, offload_to_cpu=True)
         return save_optimizer.optim_state_dict(model, optim, form=form, group=group)
 
@@ -189,13 +193,7 @@ class StateDictMethods(nn.Module):
         optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Collective over all ranks. Turn a whole state dict on every rank into the one that each optimizer loads.
-
-        Args:
-            optim_input: instead of `optim`: the argument with which it was built; by default ``model.parameters()``.
-
-        Returns, raises: see ``optim_state_dict_to_load``.
-        """
+        """Call ``optim_state_dict_to_load`` with `full_optim_state_dict`, whole and on every rank."""
         return load_optimizer.optim_state_dict_to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
 
     @staticmethod
@@ -203,10 +201,7 @@ class StateDictMethods(nn.Module):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """Collective over all ranks. Turn a state dict of distributed tensors into the one that each optimizer loads.
-
-        Returns, raises: see ``optim_state_dict_to_load``.
-        """
+        """Call ``optim_state_dict_to_load`` with `sharded_optim_state_dict`, of distributed tensors."""
         return load_optimizer.optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
@@ -218,15 +213,7 @@ class StateDictMethods(nn.Module):
         optim: torch.optim.Optimizer | None = None,
         group: Any | None = None,
     ) -> dict[str, Any]:
-        """Collective over all ranks. Turn a whole state dict on rank 0 into the one that each optimizer loads.
-
-        Args:
-            full_optim_state_dict: on rank 0; that of other ranks is ignored.
-            optim_input: instead of `optim`: the argument with which it was built; by default ``model.parameters()``.
-            group: the ranks, where they are not those of the model.
-
-        Returns, raises: see ``optim_state_dict_to_load``.
-        """
+        """Call ``optim_state_dict_to_load`` with rank 0's `full_optim_state_dict`, whole; others are ignored."""
         return load_optimizer.optim_state_dict_to_load(
             model, optim, full_optim_state_dict, rank0_only=True, optim_input=optim_input, group=group
         )
@@ -246,9 +233,9 @@ class StateDictMethods(nn.Module):
         ``Optimizer.load_state_dict`` needs it.
 
         Args:
-            optim_state_key_type: of the result.
-            model: a plain model, or a wrapped one with ``use_orig_params=True``; `optim` steps its parameters.
-            optim_input: instead of `optim`: the argument with which it was built; by default ``model.parameters()``.
+            optim_state_dict: the state dict, which is not changed.
+            optim_state_key_type: the kind of keys of the result.
+            model: a plain model, or a wrapped one with ``use_orig_params=True``.
 
         Raises:
             StateDictError: names and numbers are mixed, or are not those of the model and the optimizer.
@@ -263,17 +250,14 @@ class StateDictMethods(nn.Module):
         optim_state_dict: dict[str, Any] | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Collective over all ranks. Return the state of `optim` as an optimizer of the unwrapped model would have it.
+        """Return the state of `optim` as an optimizer of the unwrapped model would have it.
 
         ``state_dict_type`` chooses the form: whole tensors, or this rank's rows as ``ShardedTensor`` (``DTensor`` with
         a device mesh). Besides the result it needs memory for one unit. Ranks compare their state before anything is
         gathered.
 
         Args:
-            model: wrapped, or with wrapped modules in it.
-            optim: steps the parameters of the wrapped model.
-            optim_state_dict: its state dict, if the caller has it already.
-            group: the ranks, where they are not those of the model.
+            optim_state_dict: the state dict of `optim`, if the caller has it already.
 
         Returns:
             ``state`` by the names of the model's parameters, without those of wrappers, and ``param_groups`` with these
@@ -296,19 +280,16 @@ class StateDictMethods(nn.Module):
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Collective over all ranks. Make the argument for ``optim.load_state_dict`` from a whole model's state.
+        """Make the argument for ``optim.load_state_dict`` from a whole model's state.
 
         That may come from ``optim_state_dict`` at any number of ranks, or from a plain model, see
         ``rekey_optim_state_dict``. Under ``rank0_only`` only rank 0 needs it. All ranks check it before any transfer,
         and neither the optimizer nor the given state dict is changed.
 
         Args:
-            model: wrapped, or with wrapped modules in it.
-            optim: steps the parameters of the wrapped model.
             optim_state_dict: parameters by name; tensors whole or distributed, in any ``state_dict_type``.
             is_named_optimizer: whether the keys of `optim` are names, as in TorchRec's ``KeyedOptimizer``.
             load_directly: also load it.
-            group: the ranks, where they are not those of the model.
 
         Raises:
             StateDictError: on all ranks, if it belongs to another model, lacks state that the optimizer has, has

@@ -447,18 +447,15 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
             return guarded(self._unit, name, found) if name in PAST_FORWARD else found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What the wrapped module alone has is set there: its forward reads it."""
-        module = self.__dict__.get("_modules", {}).get(WRAPPED)
-        if module is not None and not self._has_own(name) and hasattr(module, name):
-            setattr(module, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def _has_own(self, name: str) -> bool:
-        """Whether an attribute is the wrapper's, and not the wrapped module's."""
+        """Set what the wrapped module alone has there: its forward reads it."""
         own = self.__dict__
-        registries = own["_parameters"], own["_buffers"], own["_modules"]
-        return name in own or hasattr(type(self), name) or any(name in registry for registry in registries)
+        module = own.get("_modules", {}).get(WRAPPED)
+        places = own, *(own.get(registry, {}) for registry in ("_parameters", "_buffers", "_modules"))
+        is_own = hasattr(type(self), name) or any(name in place for place in places)
+        if module is None or is_own or not hasattr(module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch.distributed.checkpoint: FQNs contain neither the wrapped module's name nor ``module``."""
@@ -467,7 +464,7 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
 
     @public_call("copy.deepcopy")
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
-        """Collective over the ranks of the model. A copy of the shards; process groups are shared."""
+        """Collective over the ranks of the model. Return a copy of the shards; process groups are shared."""
         return cast(FullyShardedDataParallel, copying.copy_wrapper(self._unit, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -72,7 +72,7 @@ def check_readers(module: nn.Module) -> None:
 
 
 def target_device(mesh: UnitMesh, device_id: int | torch.device | None) -> torch.device | None:
-    """The device to compute on, None for that of the module."""
+    """Return the device to compute on, None for that of the module."""
     if isinstance(device_id, int):
         if device_id >= accelerator.device_count():
             raise ValueError(f"device_id={device_id}: this process sees {accelerator.device_count()} device(s)")
@@ -89,7 +89,7 @@ def resolve_ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | Ignored | None,
 ) -> Ignored:
-    """What the wrapper of `root` ignores. The lists may contain modules and parameters outside of `root`.
+    """Return what the wrapper of `root` ignores. The lists may contain modules and parameters outside of `root`.
 
     `root` also ignores what units within `root` ignore, wherever it is tied. Units inside of an ignored module stay
     units.
@@ -139,7 +139,7 @@ def resolve_ignored(
 
 
 def replicated_in(root: nn.Module, params: Iterable[nn.Parameter] = ()) -> Ignored:
-    """What is left alone: `params`, and modules in `root` under torch's ``replicate``, which has its own reductions."""
+    """Return what is left alone: `params`, and modules in `root` under torch's ``replicate``, which reduces itself."""
     outermost = [module for module in root.modules() if _compat.is_replicated(module)]
     modules = dict.fromkeys(found for module in outermost for found in _below(module))
     return Ignored(
@@ -208,7 +208,7 @@ Policy = Callable[..., Any]
 
 
 def choose_units(root: nn.Module, policy: Any, ignored: Ignored = NOTHING_IGNORED) -> dict[nn.Module, dict[str, Any]]:
-    """The submodules of `root` (never `root` itself) that the policy chooses, inner ones before outer ones.
+    """Return the submodules of `root` (never `root` itself) that the policy chooses, inner ones before outer ones.
 
     Args:
         policy: one of torch's policy objects (``ModuleWrapPolicy``, ``CustomPolicy``), or a function

@@ -183,7 +183,7 @@ def _compare(
 
 
 def shares_memory(mesh: UnitMesh) -> bool:
-    """Whether ranks of a unit share memory."""
+    """Return whether ranks of a unit share memory."""
     return any(comm.shares_memory for dim, comm in mesh.along.items() if dim != "tensor" and comm.size > 1)
 
 
@@ -196,7 +196,7 @@ def comm_for_reductions(mesh: UnitMesh, dtypes: Sequence[Dtypes]) -> Communicato
 
 
 def dtypes_for(mixed: MixedPrecision, kept: torch.dtype, full_precision: bool = False) -> Dtypes:
-    """The dtypes of parameters of one dtype in a unit."""
+    """Return the dtypes of parameters of one dtype in a unit."""
     if full_precision:
         return Dtypes.plan(kept)
     return Dtypes.plan(

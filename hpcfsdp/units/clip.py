@@ -121,7 +121,7 @@ def _sum_of_powers(grads: Sequence[torch.Tensor], p: float, dtype: torch.dtype) 
 
 
 def of_one_kind(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """The gradients with elements, in groups of one device and dtype: a device handles a group by few kernels."""
+    """Return gradients with elements, in groups of one device and dtype: a device handles a group by few kernels."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
         if grad.numel():

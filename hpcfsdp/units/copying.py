@@ -142,4 +142,4 @@ def _fill_dtensor_unit(unit: DTensorUnit, made: DTensorUnit, memo: Memo) -> None
     made.label_params()
     _copy_attributes(unit, made, _CHOICES_DTENSOR)
     made.reduce_options = replace(unit.reduce_options)
-    made.uninitialised = [(fqn, memo.get(id(module), module), name) for fqn, module, name in unit.uninitialised]
+    made.uninitialised = [each._replace(module=memo.get(id(each.module), each.module)) for each in unit.uninitialised]

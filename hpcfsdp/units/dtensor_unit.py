@@ -26,7 +26,7 @@ from hpcfsdp.reshard.dtensor_ops import complete_operations_on
 from hpcfsdp.units.build import CHUNK_NUMEL, comm_for_reductions, dtypes_for, shares_memory
 from hpcfsdp.units.flat_unit import ModelUnit
 from hpcfsdp.units.guard import UnitHooks
-from hpcfsdp.units.materialize import refuse_uninitialised
+from hpcfsdp.units.materialize import MetaTensor, refuse_uninitialised
 from hpcfsdp.units.options import UnitOptions
 from hpcfsdp.units.own import UNIT, OwnParam, label, label_replaced, parts_of, retire
 from hpcfsdp.units.same_model import check_same_model
@@ -96,7 +96,7 @@ class DTensorUnit(ModelUnit):
         places = [(each, *each.param.places[0]) for each in self.own]
         self._registered = [(module._parameters, name, each) for each, module, name in places]
         self.is_stale = True
-        self.uninitialised: list[tuple[str, nn.Module, str]] = []
+        self.uninitialised: list[MetaTensor] = []
         self._modules = [weakref.ref(module) for module in modules]
         self._called: set[nn.Module] = set()  # in this forward
         self._current = modules[0]
@@ -370,11 +370,11 @@ def shard_param(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device, d
 
 
 def dtensor_unit_of(module: nn.Module) -> DTensorUnit | None:
-    """The unit of a module that was given to ``fully_shard``; None for any other."""
+    """Return the unit of a module that was given to ``fully_shard``; None for any other."""
     found: DTensorUnit | None = module.__dict__.get(UNIT)
     return found
 
 
 def dtensor_units_in(module: nn.Module) -> list[DTensorUnit]:
-    """The units within a module, itself included, outer ones first, each once."""
+    """Return the units within a module, itself included, outer ones first, each once."""
     return list(dict.fromkeys(unit for inner in module.modules() if (unit := dtensor_unit_of(inner)) is not None))

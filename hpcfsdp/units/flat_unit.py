@@ -33,7 +33,7 @@ _PREFETCHES = {BackwardPrefetch.BACKWARD_PRE: "pre", BackwardPrefetch.BACKWARD_P
 
 
 def flat_param_name(index: int) -> str:
-    """The name of a unit's flat parameter in its module."""
+    """Return the name of a unit's flat parameter in its module."""
     return f"_flat_param_{index}" if index else "_flat_param"
 
 
@@ -98,7 +98,7 @@ class ModelUnit(Unit):
 
     @abc.abstractmethod
     def inner_units(self) -> Sequence[ModelUnit]:
-        """Not collective. The units in its module, itself included, outer ones first."""
+        """Not collective. Return the units in its module, itself included, outer ones first."""
 
     def confirm(self) -> None:
         """Collective over the unit's ranks. Refuse units inside that ranks have not made together.
@@ -281,7 +281,7 @@ def _adopt_assigned(
 
 
 def made_inside(module: nn.Module, comm: Communicator) -> list[tuple[str, str]]:
-    """The names of all units within a module, itself included, with the labels of those made by the ranks of `comm`."""
+    """Return the names of all units within a module, itself included, and the labels of those that `comm` has made."""
     found: dict[ModelUnit, str] = {}
     for name, inner in module.named_modules():
         unit = inner.__dict__.get(UNIT) or inner.__dict__.get("_unit")
@@ -291,16 +291,16 @@ def made_inside(module: nn.Module, comm: Communicator) -> list[tuple[str, str]]:
 
 
 def clean_path(name: str) -> str:
-    """The name of a module without those of wrappers."""
+    """Return the name of a module without those of wrappers."""
     return ".".join(part for part in name.split(".") if part != WRAPPED)
 
 
 def unit_of(module: nn.Module) -> FlatUnit | None:
-    """The unit of a wrapper; None for any other module."""
+    """Return the unit of a wrapper; None for any other module."""
     found = module.__dict__.get("_unit")
     return found if isinstance(found, FlatUnit) else None
 
 
 def units_in(module: nn.Module) -> list[FlatUnit]:
-    """The units within a module, itself included, outer ones first."""
+    """Return the units within a module, itself included, outer ones first."""
     return [unit for inner in module.modules() if (unit := unit_of(inner)) is not None]

@@ -29,7 +29,7 @@ _HYBRID = (ShardingStrategy.HYBRID_SHARD, _compat.hybrid_shard_zero2())
 def resolve_mesh(
     process_group: Any, device_mesh: DeviceMesh | None, sharding_strategy: ShardingStrategy | None
 ) -> UnitMesh:
-    """Collective over its ranks. The mesh for the wrapper's arguments, without "tensor".
+    """Collective over its ranks. Return the mesh for the wrapper's arguments, without "tensor".
 
     ``FULL_SHARD`` and ``SHARD_GRAD_OP`` shard over `process_group`, a 1-D `device_mesh`, or all ranks. ``NO_SHARD``
     replicates over them. The hybrid strategies take a pair (shard, replicate) of groups, a 2-D mesh with the dimensions

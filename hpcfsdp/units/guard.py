@@ -136,7 +136,7 @@ def guard_modules(unit: FlatUnit, *, is_copy: bool = False) -> None:
 
 @contextmanager
 def showing_state(unit: FlatUnit) -> Iterator[None]:
-    """A context in which the modules of a unit hold values for a state dict in place of their parameters."""
+    """Return a context in which the modules of a unit hold values for a state dict in place of their parameters."""
     before, unit.shows_state = unit.shows_state, True
     try:
         yield
@@ -177,7 +177,7 @@ PAST_FORWARD = frozenset({"generate"})
 
 
 def guarded(unit: FlatUnit, name: str, method: Any) -> Any:
-    """A method of the wrapped module that computes. Calls are collective.
+    """Return a method of the wrapped module that computes. Calls are collective.
 
     They raise an ``EngineError`` while parameters of the wrapper itself are sharded.
     """

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,26 +26,21 @@ _WITHOUT_VALUES = {
 """Functions that return uninitialised memory."""
 
 _SENTINEL_BYTE = 0xA5
-"""Marks integers of two bytes and more as uninitialised: an unlikely initial value."""
+"""Fills uninitialised integers of two bytes and more: an unlikely initial value."""
 
 
-@dataclass(frozen=True)
-class _Owner:
-    """A module that owns parameters or buffers on the meta device.
-
-    Attributes:
-        states: registry ("_parameters" or "_buffers"), name, and the tensor on the meta device.
-    """
+class MetaTensor(NamedTuple):
+    """A parameter or buffer that was on the meta device, with its module and name there."""
 
     fqn: str
     module: nn.Module
-    states: tuple[tuple[str, str, torch.Tensor], ...]
+    name: str
+    meta: torch.Tensor
 
-    def names(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """FQN of each, and the tensor there now."""
-        prefix = f"{self.fqn}." if self.fqn else ""
-        for registry, name, _ in self.states:
-            yield prefix + name, getattr(self.module, registry).get(name)
+    @property
+    def now(self) -> torch.Tensor | None:
+        """The tensor there now."""
+        return self.module._parameters.get(self.name, self.module._buffers.get(self.name))
 
 
 def materialize(
@@ -70,7 +64,7 @@ def materialize(
 
     A parameter or buffer registered in several places stays one, with the values from the first of these modules.
     Uninitialised memory is an error: before the initialisation all memory holds NaN, afterwards none may. One-byte
-    integers and ``bool`` cannot be marked: they are zero if not initialised.
+    integers and ``bool`` cannot be told: they are zero if not initialised.
 
     Args:
         ignored: modules that are not entered, and parameters that alone do not make a module an owner.
@@ -85,17 +79,32 @@ def materialize(
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(f"param_init_fn must be a function of a module, not {type(param_init_fn).__name__}")
-    reached = list(_reached(module, ignored))
-    owners = [owner for fqn, found in reached if (owner := _owner(fqn, found, ignored)) is not None]
-    if not owners:
+    found = tensors_on_meta(module, ignored)
+    if not found:
         return []
     with torch.no_grad():
         if param_init_fn is None:
-            _reset(owners, device, values_count)
+            _reset(found, device, values_count)
         else:
-            _call(param_init_fn, owners, [found for _, found in reached])
-        _check(owners, values_count, param_init_fn)
-    return list(dict(name for owner in owners for name in owner.names()))
+            _call(param_init_fn, found, [reached for _, reached in _reached(module, ignored)])
+        _check(found, values_count, "param_init_fn" if param_init_fn is not None else "reset_parameters()")
+    return [each.fqn for each in found]
+
+
+def tensors_on_meta(root: nn.Module, ignored: Ignored = NOTHING_IGNORED) -> list[MetaTensor]:
+    """Not collective. Return what is on the meta device below `root`, outside of units inside; see ``materialize``."""
+    found: list[MetaTensor] = []
+    for path, module in _reached(root, ignored):
+        states = [
+            MetaTensor(f"{path}.{name}" if path else name, module, name, tensor)
+            for registry in (module._parameters, module._buffers)
+            for name, tensor in registry.items()
+            if tensor is not None and tensor.is_meta
+        ]
+        # The program initialises a module that owns ignored parameters alone.
+        if any(each.meta not in ignored.params for each in states):
+            found += states
+    return found
 
 
 def _reached(root: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
@@ -113,72 +122,54 @@ def _reached(root: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module
     return visit(root, "")
 
 
-def _owner(fqn: str, module: nn.Module, ignored: Ignored) -> _Owner | None:
-    states = tuple(
-        (registry, name, tensor)
-        for registry in ("_parameters", "_buffers")
-        for name, tensor in getattr(module, registry).items()
-        if tensor is not None and tensor.is_meta
-    )
-    # The user initialises a module that owns ignored parameters alone.
-    if all(tensor in ignored.params for _, _, tensor in states):
-        return None
-    return _Owner(fqn, module, states)
-
-
-def _reset(owners: list[_Owner], device: torch.device, values_count: bool) -> None:
+def _reset(found: list[MetaTensor], device: torch.device, values_count: bool) -> None:
     """Allocate memory, then call the modules' own methods."""
+    owners: dict[nn.Module, list[MetaTensor]] = {}
+    for each in found:
+        owners.setdefault(each.module, []).append(each)
     methods = [
-        getattr(owner.module, "reset_parameters", None) or getattr(owner.module, "_reset_parameters", None)
-        for owner in owners
+        getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None) for owner in owners
     ]
     lacking = [owner for owner, method in zip(owners, methods, strict=True) if method is None]
     if lacking and values_count:
+        names = [(owners[owner][0].fqn.rpartition(".")[0], [each.name for each in owners[owner]]) for owner in lacking]
         shown = ", ".join(
-            f"{type(owner.module).__name__} {owner.fqn!r} ({', '.join(name for _, name, _ in owner.states)})"
-            for owner in lacking
+            f"{type(owner).__name__} {path!r} ({', '.join(inside)})"
+            for owner, (path, inside) in zip(lacking, names, strict=True)
         )
         raise TypeError(
             f"modules on the meta device without a method reset_parameters(): {shown}; give them one that initialises "
             "their own parameters and buffers, or pass param_init_fn"
         )
     made: dict[int, torch.Tensor] = {}  # by the id of the meta tensor: a tied parameter is made once
-    for owner in owners:
-        for _, name, meta in owner.states:
-            if id(meta) not in made:
-                made[id(meta)] = _with_memory(meta, device)
-            setattr(owner.module, name, made[id(meta)])  # not in the registry: an LSTM keeps a list too
-    ties = _Ties(owners)
+    for _, module, name, meta in found:
+        if id(meta) not in made:
+            made[id(meta)] = _with_memory(meta, device)
+        setattr(module, name, made[id(meta)])  # not in the registry: an LSTM keeps a list too
+    ties = _Ties(found)
     for method in methods:
         if method is not None:
             method()
-            ties.renew()
-    ties.settle()
-    _distribute(owners)
-
-
-def _distribute(owners: list[_Owner]) -> None:
-    """Replace the whole tensors by DTensors."""
-    made: dict[int, torch.Tensor] = {}
-    for owner in owners:
-        for registry, name, meta in owner.states:
-            if isinstance(meta, DTensor):
-                if id(meta) not in made:
-                    whole = getattr(owner.module, registry)[name]
-                    block = torch.empty_like(meta.detach(), device=whole.device)
-                    fill_block(block, whole)
-                    made[id(meta)] = _like(meta, block)
-                setattr(owner.module, name, made[id(meta)])
+            ties.register_new()
+    ties.restore_first_values()
+    distributed: dict[int, torch.Tensor] = {}
+    for each in found:
+        if isinstance(each.meta, DTensor):
+            if id(each.meta) not in distributed:
+                block = torch.empty_like(each.meta.detach(), device=each.now.device)
+                fill_block(block, each.now)
+                distributed[id(each.meta)] = _like(each.meta, block)
+            setattr(each.module, each.name, distributed[id(each.meta)])
 
 
 def _with_memory(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The whole parameter or buffer on `device`, marked as uninitialised."""
+    """The whole parameter or buffer on `device`, filled as uninitialised."""
     if isinstance(meta, DTensor):
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-        _mark(tensor)
+        _fill(tensor)
         return nn.Parameter(tensor, meta.requires_grad) if isinstance(meta, nn.Parameter) else tensor
     tensor = torch.empty_like(meta.detach(), device=device)
-    _mark(tensor)
+    _fill(tensor)
     return _like(meta, tensor)
 
 
@@ -192,23 +183,23 @@ def _like(meta: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _call(param_init_fn: Callable[[nn.Module], Any], owners: list[_Owner], reached: list[nn.Module]) -> None:
-    """Call the user's function, and register the tensors that it makes in all places of those they replace."""
-    ties = _Ties(owners)
+def _call(param_init_fn: Callable[[nn.Module], Any], found: list[MetaTensor], reached: list[nn.Module]) -> None:
+    """Call the program's function, and register the tensors that it makes in all places of those they replace."""
+    ties = _Ties(found)
     reach = set(reached)
 
     def visit(module: nn.Module) -> None:
         reach.discard(module)
         if _needs_init(module, reach):
             param_init_fn(module)
-            ties.renew()
+            ties.register_new()
         for child in module.children():
             if child in reach:
                 visit(child)
 
-    with MarkEmpty():
+    with FillEmpty():
         visit(reached[-1])
-    ties.settle()
+    ties.restore_first_values()
 
 
 def _needs_init(module: nn.Module, inner: set[nn.Module]) -> bool:
@@ -225,16 +216,15 @@ def _tensors_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
 class _Ties:
     """Parameters and buffers that were registered in several places while they were on the meta device."""
 
-    def __init__(self, owners: list[_Owner]) -> None:
+    def __init__(self, found: list[MetaTensor]) -> None:
         places: dict[int, list[tuple[nn.Module, str]]] = {}
-        for owner in owners:
-            for _, name, meta in owner.states:
-                places.setdefault(id(meta), []).append((owner.module, name))
+        for _, module, name, meta in found:
+            places.setdefault(id(meta), []).append((module, name))
         self._places = [where for where in places.values() if len(where) > 1]
         self._now = [getattr(module, name) for (module, name), *_ in self._places]
         self._first_values: list[torch.Tensor | None] = [None] * len(self._places)
 
-    def renew(self) -> None:
+    def register_new(self) -> None:
         """Register a tensor that is new in one place in all places."""
         for number, where in enumerate(self._places):
             held = [getattr(module, name, None) for module, name in where]
@@ -244,72 +234,62 @@ class _Ties:
                 for module, name in where:
                     setattr(module, name, changed[-1])
             now = self._now[number]
-            if self._first_values[number] is None and not now.is_meta and not _is_marked(now):
+            if self._first_values[number] is None and not now.is_meta and not _is_empty(now):
                 self._first_values[number] = now.detach().clone()
 
-    def settle(self) -> None:
+    def restore_first_values(self) -> None:
         """Restore the values from the first module: of ``head.weight = embed.weight`` those from the embedding."""
         for now, first in zip(self._now, self._first_values, strict=True):
             if first is not None:
                 now.copy_(first)
 
 
-def states_on_meta(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Parameters and buffers on the meta device below `root`, outside of units inside: name, module, name there."""
-    return [
-        (f"{path}.{name}" if path else name, module, name)
-        for path, module in _reached(root, NOTHING_IGNORED)
-        for registry in (module._parameters, module._buffers)
-        for name, tensor in registry.items()
-        if tensor is not None and tensor.is_meta
-    ]
-
-
-def refuse_uninitialised(states: Iterable[tuple[str, nn.Module, str]]) -> None:
-    """Not collective. Refuse parameters and buffers that are on the meta device, or that ``MarkEmpty`` has marked.
+def refuse_uninitialised(found: Iterable[MetaTensor]) -> None:
+    """Not collective. Refuse parameters and buffers that are on the meta device, or that ``FillEmpty`` has filled.
 
     Raises:
         EngineError: names the first.
     """
-    for fqn, module, name in states:
-        tensor = module._parameters.get(name, module._buffers.get(name))
+    for each in found:
+        tensor = each.now
         if tensor is not None and tensor.is_meta:
             raise EngineError(
-                f"{fqn!r} is still on the meta device: call to_empty() of the whole model, and initialise it before "
-                "the first forward"
+                f"{each.fqn!r} is still on the meta device: call to_empty() of the whole model, and initialise it "
+                "before the first forward"
             )
-        if tensor is not None and _is_marked(tensor):
+        if tensor is not None and _is_empty(tensor):
             raise EngineError(
-                f"{fqn!r} has memory, but no value: to_empty() gives none, and buffers with persistent=False are in no "
-                "checkpoint. Initialise it before the first forward, for instance by the module's reset_parameters()"
+                f"{each.fqn!r} has memory, but no value: to_empty() gives none, and buffers with persistent=False are "
+                "in no checkpoint. Initialise it before the first forward, for instance by the module's "
+                "reset_parameters()"
             )
 
 
-class MarkEmpty(TorchFunctionMode):
-    """While it is active, uninitialised memory is marked."""
+class FillEmpty(TorchFunctionMode):
+    """While it is active, uninitialised memory is filled with NaN, or with an unlikely integer."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _WITHOUT_VALUES and isinstance(result, torch.Tensor):
-            _mark(result)
+            _fill(result)
         return result
 
 
-def _mark(tensor: torch.Tensor) -> None:
-    """Mark a tensor as uninitialised."""
+def _fill(tensor: torch.Tensor) -> None:
+    """Fill a tensor without values, so that ``_is_empty`` knows it."""
     local = _local(tensor)
     if local.is_meta or local.layout is not torch.strided:
         return
     with torch.no_grad():
         if local.is_floating_point() or local.is_complex():
             local.fill_(float("nan"))
-        elif _has_mark(local):
+        elif _has_sentinel(local):
             local.fill_(_sentinel(local.dtype))
         else:
             local.zero_()
 
 
-def _is_marked(tensor: torch.Tensor) -> bool:
+def _is_empty(tensor: torch.Tensor) -> bool:
     """Whether a tensor is uninitialised, at least in part."""
     local = _local(tensor)
     if not local.numel() or local.layout is not torch.strided:
@@ -319,10 +299,10 @@ def _is_marked(tensor: torch.Tensor) -> bool:
     if local.is_floating_point():
         wide = local if local.dtype.itemsize > 1 else local.float()  # torch has hardly any arithmetic for fp8
         return bool(wide.isnan().any())
-    return _has_mark(local) and bool((local == _sentinel(local.dtype)).all())
+    return _has_sentinel(local) and bool((local == _sentinel(local.dtype)).all())
 
 
-def _has_mark(tensor: torch.Tensor) -> bool:
+def _has_sentinel(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.int16, torch.int32, torch.int64)
 
 
@@ -335,14 +315,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _check(owners: list[_Owner], values_count: bool, param_init_fn: Any) -> None:
+def _check(found: list[MetaTensor], values_count: bool, how: str) -> None:
     """Refuse tensors that are still on the meta device, or uninitialised."""
-    found = [named for owner in owners for named in owner.names()]
-    how = "param_init_fn" if param_init_fn is not None else "reset_parameters()"
-    on_meta = [name for name, tensor in found if tensor is not None and tensor.is_meta]
+    now = [(each.fqn, each.now) for each in found]
+    on_meta = [name for name, tensor in now if tensor is not None and tensor.is_meta]
     if on_meta:
         raise ValueError(f"{how} left tensors on the meta device: {', '.join(on_meta)}; give them memory and values")
-    empty = [name for name, tensor in found if tensor is not None and _is_marked(tensor)] if values_count else []
+    empty = [name for name, tensor in now if tensor is not None and _is_empty(tensor)] if values_count else []
     if empty:
         raise ValueError(
             f"{how} did not initialise, or only in part, or set to NaN: {', '.join(empty)}; every parameter and "

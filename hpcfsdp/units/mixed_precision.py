@@ -23,7 +23,7 @@ def modules_outside(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def find_full_precision(root: nn.Module, classes: tuple[type[nn.Module], ...]) -> dict[nn.Module, torch.dtype]:
-    """The modules of these classes outside of units, with the dtype of their tensors; before flattening."""
+    """Return the modules of these classes outside of units, with the dtype of their tensors; before flattening."""
     found = {}
     for module in modules_outside(root):
         if isinstance(module, classes):

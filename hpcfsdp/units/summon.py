@@ -33,8 +33,8 @@ class UnshardArgs:
 
 
 @dataclass
-class _Whole:
-    """One flat parameter while it is whole.
+class _Unsharded:
+    """One flat parameter while it is unsharded.
 
     Attributes:
         present: whether this rank holds the whole values.
@@ -130,53 +130,53 @@ def walk_full_params(
 
 @contextlib.contextmanager
 def unshard_params_for_summon(unit: FlatUnit, args: UnshardArgs) -> Iterator[None]:
-    """Collective over the wrapper's process groups. A context in which the parameters of one unit are whole."""
+    """Collective over the wrapper's process groups. Return a context in which the parameters of one unit are whole."""
     unit.begin_summon()
     try:
-        wholes = unshard_fsdp_state_params(unit, args)
+        unsharded = unshard_fsdp_state_params(unit, args)
         try:
-            with unflatten_as_params(unit, wholes):
+            with unflatten_as_params(unit, unsharded):
                 yield
         finally:
             try:
                 if args.writeback:
-                    for whole in wholes:
+                    for whole in unsharded:
                         before = whole.flat.parameter.data.clone() if unit.owes_grads else None
                         writeback_to_local_shard(whole, args)
                         if before is not None and _any_rank(whole.flat, not before.equal(whole.flat.parameter.data)):
                             whole.flat.mark_changed()  # a backward at other values than the forward would be wrong
             finally:
-                for whole in wholes:
+                for whole in unsharded:
                     _set_leaves(whole.flat, whole.at_rest)
     finally:
         unit.end_summon()
 
 
 @torch.no_grad()
-def unshard_fsdp_state_params(unit: FlatUnit, args: UnshardArgs) -> list[_Whole]:
+def unshard_fsdp_state_params(unit: FlatUnit, args: UnshardArgs) -> list[_Unsharded]:
     """Collective over the wrapper's process groups. Gather the flat parameters of one unit, and their gradients."""
-    wholes = []
+    unsharded = []
     for flat in unit.sharded_params:
         flat.adopt_user_data()
         first = flat.comm.rank == 0 and (flat.replicas is None or flat.replicas.rank == 0)
         at_rest = [(leaf.data, leaf.grad) for leaf in flat.leaves]
-        whole = _Whole(flat, first or not args.rank0_only, at_rest)
+        whole = _Unsharded(flat, first or not args.rank0_only, at_rest)
         whole.full = _gathered(flat, flat.parameter.data, args)
         if args.with_grads and _has_grad(flat):
             whole.grad = _gathered(flat, _shard_grad(flat), args)
-        wholes.append(whole)
-    return wholes
+        unsharded.append(whole)
+    return unsharded
 
 
 @contextlib.contextmanager
-def unflatten_as_params(unit: FlatUnit, wholes: list[_Whole]) -> Iterator[None]:
-    """A context in which the original parameters show the whole values, registered in their modules."""
-    for whole in wholes:
+def unflatten_as_params(unit: FlatUnit, unsharded: list[_Unsharded]) -> Iterator[None]:
+    """Return a context in which the original parameters show the whole values, registered in their modules."""
+    for whole in unsharded:
         if whole.present:
             _show(whole)
     deregister_flat_param(unit)
     register_orig_params(unit)
-    present = {leaf for whole in wholes if whole.present for leaf in whole.flat.leaves}
+    present = {leaf for whole in unsharded if whole.present for leaf in whole.flat.leaves}
     try:
         with dtensors_shown([view for view in unit.views if view.leaf in present]):
             yield
@@ -216,7 +216,7 @@ def deregister_orig_params(unit: FlatUnit) -> None:
 
 
 @torch.no_grad()
-def writeback_to_local_shard(whole: _Whole, args: UnshardArgs) -> None:
+def writeback_to_local_shard(whole: _Unsharded, args: UnshardArgs) -> None:
     """Collective over the process groups under `rank0_only`. Write the values of the leaves into the shard.
 
     Raises:
@@ -254,7 +254,7 @@ def _gathered(flat: FlatParam, shard: torch.Tensor, args: UnshardArgs) -> torch.
     return full.to(target)
 
 
-def _store(whole: _Whole, shard: torch.Tensor, values: list[torch.Tensor], args: UnshardArgs) -> None:
+def _store(whole: _Unsharded, shard: torch.Tensor, values: list[torch.Tensor], args: UnshardArgs) -> None:
     """Collective under `rank0_only`. Write this rank's runs of whole values into a tensor laid out like the shard."""
     flat, layout = whole.flat, whole.flat.layout
     problem = _changed_shape(flat, values) if whole.present else None
@@ -295,7 +295,7 @@ def _changed_shape(flat: FlatParam, values: list[torch.Tensor]) -> str | None:
     return None
 
 
-def _show(whole: _Whole) -> None:
+def _show(whole: _Unsharded) -> None:
     flat = whole.flat
     assert whole.full is not None
     grads = [None] * len(flat.leaves) if whole.grad is None else flat.views(whole.grad)

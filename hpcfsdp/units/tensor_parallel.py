@@ -23,7 +23,7 @@ from hpcfsdp.units.unit_mesh import UnitMesh, describe_mesh
 
 
 def replicated_grad(param: nn.Parameter, unit_mesh: UnitMesh) -> tuple[int, torch.Tensor]:
-    """The gradient of a parameter outside of units, with the number of tensor-parallel ranks that have the same.
+    """Return the gradient of a parameter outside of units, with the number of tensor-parallel ranks that have the same.
 
     For a ``DTensor`` on the unit's mesh this rank's block, for others the whole gradient. Collective over the mesh of
     other DTensors, and where the gradient's placements are not those of the parameter.
@@ -58,7 +58,7 @@ class TensorView:
         return Placed(self.mesh, self.block.placements, torch.Size(self.block.shape), self.block.stride)
 
     def show(self) -> None:
-        """Not collective. A new one for each call, since it is part of the graph."""
+        """Not collective. Have modules hold a new ``DTensor`` in each call, since it is part of the graph."""
         view = as_dtensor(self.leaf, self.placed)
         for module, name in self.places:
             module.__dict__[name] = view  # found before registered parameters
@@ -74,7 +74,7 @@ class TensorView:
 
 @contextlib.contextmanager
 def dtensors_shown(views: Iterable[TensorView]) -> Iterator[None]:
-    """A context in which modules hold ``DTensor`` parameters instead of leaves that are whole blocks. Not collective.
+    """Not collective. Return a context in which modules hold ``DTensor`` parameters instead of leaves, their blocks.
 
     They share the memory of the leaves and of their gradients. Assignments to ``.data`` of a ``DTensor`` are lost. The
     values of parameters assigned instead of them are copied into the leaves, collectively over the mesh if their

@@ -74,7 +74,7 @@ class GroupCache:
         return self._made[key]
 
     def subgroup(self, ranks: tuple[int, ...]) -> Communicator:
-        """A communicator over ascending ranks of the world. Makes no new one for one rank, or for all."""
+        """Return a communicator over ascending ranks of the world. Makes no new one for one rank, or for all."""
         everyone = communicator_for(None, required=True)
         if len(ranks) == everyone.size:
             return everyone
@@ -83,20 +83,20 @@ class GroupCache:
         return self._cached(("subgroup", ranks), lambda: everyone.subgroup(ranks))
 
     def members_of(self, mesh: DeviceMesh) -> Communicator:
-        """A communicator over all ranks of a mesh."""
+        """Return a communicator over all ranks of a mesh."""
         if mesh.ndim == 1:
             return communicator_for(mesh.get_group(), required=True)
         return self.subgroup(tuple(sorted(mesh.mesh.flatten().tolist())))
 
-    def joined(self, line: Communicator, tensor: Communicator) -> tuple[Communicator, tuple[tuple[int, int], ...]]:
-        """A communicator over the ranks of `line`, and of the lines that the other ranks of `tensor` pass.
+    def joined(self, data: Communicator, tensor: Communicator) -> tuple[Communicator, tuple[tuple[int, int], ...]]:
+        """Return a communicator over the ranks of `data`, and of the subgroups that other ranks of `tensor` pass.
 
-        Also, for each of its ranks, the rank in its line, and the rank of that line in `tensor`.
+        Also, for each of its ranks, the rank in its subgroup, and the rank of that subgroup in `tensor`.
         """
-        key = "joined", self.global_ranks(line), self.global_ranks(tensor)
+        key = "joined", self.global_ranks(data), self.global_ranks(tensor)
         if key not in self._made:
-            lines = tensor.all_gather_object(key[1])
-            places = {rank: (place, block) for block, ranks in enumerate(lines) for place, rank in enumerate(ranks)}
+            subgroups = tensor.all_gather_object(key[1])
+            places = {rank: (place, block) for block, ranks in enumerate(subgroups) for place, rank in enumerate(ranks)}
             ranks = tuple(sorted(places))
             comm = self.subgroup(ranks)
             self.remember_ranks(comm, ranks)
@@ -104,7 +104,7 @@ class GroupCache:
         return self._made[key]
 
     def host_of(self, comm: Communicator) -> Communicator | None:
-        """A communicator of the same ranks through host memory; None if there is none."""
+        """Return a communicator of the same ranks through host memory; None if there is none."""
         world = current_world()
         if comm.device.type == "cpu":
             return comm
@@ -116,7 +116,7 @@ class GroupCache:
         return self._cached(("host", ranks), lambda: world.host.subgroup(ranks))
 
     def for_reductions(self, comm: Communicator, *, narrow: bool) -> Communicator:
-        """A communicator of the same ranks whose collectives do not wait for those of `comm`.
+        """Return a communicator of the same ranks whose collectives do not wait for those of `comm`.
 
         On an accelerator those of one communicator run in the order of their calls. How gathers and reductions follow
         each other depends on the gradients of a rank, and may differ between ranks.
@@ -138,7 +138,7 @@ class GroupCache:
         return made
 
     def global_ranks(self, comm: Communicator) -> tuple[int, ...]:
-        """The ranks of `comm` in torch's default group."""
+        """Return the ranks of `comm` in torch's default group."""
         if isinstance(comm, TorchGroupCommunicator):
             # Such objects are equal if their groups are: how long one stays in the cache may differ between ranks.
             return tuple(dist.get_process_group_ranks(comm.group))
@@ -168,17 +168,17 @@ class GroupCache:
         return self._cached(("process group", ranks), lambda: _compat.new_group_of(ranks))
 
     def mesh(self, comm: Communicator) -> DeviceMesh:
-        """A mesh of one dimension: the ranks of `comm`."""
+        """Return a mesh of one dimension: the ranks of `comm`."""
         group = self.process_group(comm)
         return self._cached(("mesh", group.group_name), lambda: DeviceMesh.from_group(group, comm.device.type))
 
     @_compat.outside_of_modes
     def joined_mesh(self, outer: DeviceMesh, inner: DeviceMesh, tensor: Communicator) -> DeviceMesh:
-        """Collective over `tensor`, the ranks of `inner`. A mesh of the dimensions of two unrelated meshes."""
+        """Collective over `tensor`, the ranks of `inner`. Return a mesh of the dimensions of two unrelated meshes."""
 
         def make() -> DeviceMesh:
-            lines = dict(zip(self.global_ranks(tensor), tensor.all_gather_object(outer.mesh.tolist()), strict=True))
-            ranks = torch.tensor([lines[rank] for rank in inner.mesh.flatten().tolist()])
+            outers = dict(zip(self.global_ranks(tensor), tensor.all_gather_object(outer.mesh.tolist()), strict=True))
+            ranks = torch.tensor([outers[rank] for rank in inner.mesh.flatten().tolist()])
             ranks = ranks.movedim(0, -1).reshape(*outer.mesh.shape, *inner.mesh.shape)
             dims = [(mesh, dim) for mesh in (outer, inner) for dim in range(mesh.ndim)]
             groups = [mesh.get_group(dim) for mesh, dim in dims]
@@ -206,7 +206,7 @@ def _topology() -> Topology:
 
 
 def rank_names(comm: Communicator) -> tuple[int, ...]:
-    """Collective over `comm`, the first time. Its ranks in torch's default group, for messages."""
+    """Collective over `comm`, the first time. Return its ranks in torch's default group, for messages."""
     return GroupCache.current().global_ranks(comm) if dist.is_initialized() else tuple(range(comm.size))
 
 
@@ -280,15 +280,15 @@ class UnitMesh:
         return self.strategy in kept
 
     def size(self, *dims: Dim) -> int:
-        """The number of these ranks."""
+        """Return the number of these ranks."""
         return prod(comm.size for comm in self._chosen(dims).values())
 
     def is_first(self, *dims: Dim) -> bool:
-        """Whether this rank is the first in each of these dimensions."""
+        """Return whether this rank is the first in each of these dimensions."""
         return all(comm.rank == 0 for comm in self._chosen(dims).values())
 
     def comm(self, *dims: Dim) -> Communicator | Grid:
-        """Collective over these ranks, the first time. A communicator over them.
+        """Collective over these ranks, the first time. Return a communicator over them.
 
         For both data dimensions of a pair of groups that is not the world it is a ``Grid``.
         """
@@ -296,12 +296,12 @@ class UnitMesh:
         tensor = chosen.pop("tensor", None)
         if not chosen:
             return tensor or FakeCommunicator(device=self.shard.device)
-        line: Communicator | Grid = next(iter(chosen.values()))
+        data: Communicator | Grid = next(iter(chosen.values()))
         if len(chosen) == 2:
-            line = self.data or Grid(self.shard, self.along["replicate"])
+            data = self.data or Grid(self.shard, self.along["replicate"])
         if tensor is None:
-            return line
-        return Grid(line, tensor) if isinstance(line, Grid) else GroupCache.current().joined(line, tensor)[0]
+            return data
+        return Grid(data, tensor) if isinstance(data, Grid) else GroupCache.current().joined(data, tensor)[0]
 
     def connect(self) -> None:
         """Collective over all ranks of the unit. Make the communicators that checkpoints and state dicts need."""
@@ -330,22 +330,21 @@ class UnitMesh:
     def copies(self) -> np.ndarray:
         """Collective over all ranks, the first time; needs `data`. int64, shards x replicas: the ranks of ``comm()``
         that have each shard, the one that writes it first. With several blocks those of the first block."""
-        return self._cube[:, :, 0].T
+        return self._all_ranks[:, :, 0].T
 
     @cached_property
     def block_copies(self) -> np.ndarray:
         """Collective over all ranks, the first time; needs `data`. int64: for each rank of ``comm(dtensor_dim,
         "tensor")`` the ranks of ``comm()`` that have the same block and shard."""
-        rows = self._cube if self.dtensor_dim == "replicate" else self._cube.swapaxes(0, 1)
+        rows = self._all_ranks if self.dtensor_dim == "replicate" else self._all_ranks.swapaxes(0, 1)
         return np.array([rows[place, :, block] for place, block in self.places])
 
     @cached_property
-    def _cube(self) -> np.ndarray:
-        """Replicas x shards x tensor-parallel ranks: the ranks of ``comm()``."""
+    def _all_ranks(self) -> np.ndarray:
         return self.ranks_by_dim()
 
     def ranks_by_dim(self, *dims: Dim) -> np.ndarray:
-        """Collective over these ranks, the first time. The ranks of ``comm(*dims)``: int64, replicas x shards x
+        """Collective over these ranks, the first time. Return the ranks of ``comm(*dims)``: int64, replicas x shards x
         tensor-parallel ranks. Both data dimensions need `data`."""
         chosen = self._chosen(dims)
         data = [comm for name, comm in chosen.items() if name != "tensor"]
@@ -353,15 +352,15 @@ class UnitMesh:
             assert self.grid is not None
             grid = self.grid
         else:
-            line = np.arange(data[0].size if data else 1)
-            grid = line[:, None] if "replicate" in chosen else line[None]
+            ranks = np.arange(data[0].size if data else 1)
+            grid = ranks[:, None] if "replicate" in chosen else ranks[None]
         if "tensor" not in chosen:
             return grid[:, :, None]
         if not data:
             return np.arange(chosen["tensor"].size)[None, None]
-        line_comm = data[0] if len(data) == 1 and dims else self.data
-        _, places = GroupCache.current().joined(line_comm, chosen["tensor"])
-        ranks = np.zeros((line_comm.size, chosen["tensor"].size), np.int64)
+        comm = data[0] if len(data) == 1 and dims else self.data
+        _, places = GroupCache.current().joined(comm, chosen["tensor"])
+        ranks = np.zeros((comm.size, chosen["tensor"].size), np.int64)
         ranks[tuple(np.array(places).T)] = np.arange(len(places))
         return ranks[grid]
 
@@ -410,11 +409,11 @@ class UnitMesh:
         return GroupCache.current().process_group(self.dtensor_ranks)
 
     def torch_mesh(self) -> DeviceMesh:
-        """Collective over `dtensor_ranks`, the first time. The user's mesh, or one of these ranks."""
+        """Collective over `dtensor_ranks`, the first time. Return the user's mesh, or one of these ranks."""
         return self.device_mesh or GroupCache.current().mesh(self.dtensor_ranks)
 
     def with_tensor(self, tensor_mesh: DeviceMesh | None) -> UnitMesh:
-        """Collective over the ranks of `tensor_mesh`, the first time. The same mesh with them as "tensor"."""
+        """Collective over the ranks of `tensor_mesh`, the first time. Return the same mesh with them as "tensor"."""
         along = {name: comm for name, comm in self.along.items() if name != "tensor"}
         if tensor_mesh is not None:
             cache = GroupCache.current()
