@@ -27,7 +27,7 @@ _OWN_FLAGS = ("config", "help", "print_config")
 
 
 def parse(kind: type[Config], argv: Sequence[str], *, prog: str, environ: Mapping[str, str] | None = None) -> Config:
-    """A configuration of the dataclass `kind` from command-line arguments, environment and the file they name.
+    """Return a configuration of the dataclass `kind` from command-line arguments, environment and the file they name.
 
     Args:
         argv: flags ``--section.key value``, ``--config FILE``; a first argument without dashes is the file, too. A
@@ -63,7 +63,7 @@ def parse(kind: type[Config], argv: Sequence[str], *, prog: str, environ: Mappin
 
 
 def known_keys(kind: type, prefix: str = "") -> list[str]:
-    """All keys of a configuration, ``section.key`` for those of a section."""
+    """Return all keys of a configuration, ``section.key`` for those of a section."""
     found: list[str] = []
     for name, section in typing.get_type_hints(kind).items():
         if dataclasses.is_dataclass(section):
@@ -74,7 +74,7 @@ def known_keys(kind: type, prefix: str = "") -> list[str]:
 
 
 def _switches(kind: type, prefix: str = "") -> set[str]:
-    """The flags of keys that are true or false."""
+    """Return the flags of keys that are true or false."""
     found: set[str] = set()
     for name, hint in typing.get_type_hints(kind).items():
         if dataclasses.is_dataclass(hint):
@@ -85,7 +85,7 @@ def _switches(kind: type, prefix: str = "") -> set[str]:
 
 
 def _with_values(arguments: Sequence[str], switches: Iterable[str]) -> list[str]:
-    """The arguments, with a value for each switch that has none."""
+    """Return the arguments, with a value for each switch that has none."""
     following = [*arguments[1:], "--"]
     return [
         f"{argument}=true" if argument in switches and after.startswith("--") else argument
@@ -94,7 +94,7 @@ def _with_values(arguments: Sequence[str], switches: Iterable[str]) -> list[str]
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A configuration as nested plain values, ready for YAML and JSON."""
+    """Return a configuration as nested plain values, ready for YAML and JSON."""
     return dataclasses.asdict(config)
 
 
@@ -113,7 +113,7 @@ def write_yaml(config: Any, path: Path) -> None:
 
 
 def parser_of(kind: type, prog: str) -> ArgumentParser:
-    """The parser of the keys of a configuration, as ``--section.key``."""
+    """Return the parser of the keys of a configuration, as ``--section.key``."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the docstring below a field is its help
     parser = ArgumentParser(
         prog=prog,
@@ -156,7 +156,7 @@ def _variable(key: str) -> str:
 
 
 def _split_files(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files that ``--config`` names, and all other arguments."""
+    """Return the files that ``--config`` names, and all other arguments."""
     files: list[str] = []
     others: list[str] = []
     rest = iter(arguments)
@@ -174,7 +174,7 @@ def _split_files(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _has_keys(path: Path, keys: Sequence[str]) -> bool:
-    """Whether a configuration file has any keys. Raises if it cannot be read or has an unknown key."""
+    """Return whether a configuration file has any keys. Raises if it cannot be read or has an unknown key."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -199,6 +199,6 @@ def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str
 
 
 def _one_line(error: BaseException) -> str:
-    """jsonargparse's message on one line, with the key in front and types without "class"."""
+    """Return jsonargparse's message on one line, with the key in front and types without "class"."""
     text = re.sub(r'^Parser key "(.+?)": ?', r"\1: ", " ".join(str(error).split()))
     return re.sub(r"Expected an? <class '(\w+)'>\. Got value: ", r"expected \1, got ", text)

@@ -104,7 +104,7 @@ _exported: dict[str, str] = {}
 
 
 def launcher_size() -> tuple[str, int] | None:
-    """The launcher's variable for the number of processes, and the number; None without a launcher."""
+    """Return the launcher's variable for the number of processes, and the number; None without a launcher."""
     for name in _LAUNCHER_SIZES:
         value = os.environ.get(name, "")
         if value.isdecimal():
@@ -113,32 +113,32 @@ def launcher_size() -> tuple[str, int] | None:
 
 
 def torchrun_size() -> int:
-    """The number of processes if torchrun started this one, also within a step of srun; else 0."""
+    """Return the number of processes if torchrun started this one, also within a step of srun; else 0."""
     count = os.environ.get("WORLD_SIZE", "")
     by_mpirun = "OMPI_COMM_WORLD_SIZE" in os.environ
     return int(count) if "TORCHELASTIC_RUN_ID" in os.environ and not by_mpirun and count.isdecimal() else 0
 
 
 def launcher_rank() -> int | None:
-    """The rank of this process according to the launcher, for use without MPI; None without a launcher."""
+    """Return the rank of this process according to the launcher, for use without MPI; None without a launcher."""
     values = (os.environ.get(name, "") for name in _LAUNCHER_RANKS)
     return next((int(value) for value in values if value.isdecimal()), None)
 
 
 def launcher_ends_all() -> bool:
-    """Whether the launcher ends all processes as soon as one fails. Open MPI's does."""
+    """Return whether the launcher ends all processes as soon as one fails. Open MPI's does."""
     return "OMPI_COMM_WORLD_RANK" in os.environ
 
 
 def started_by_srun() -> bool:
-    """Whether SLURM's own launcher started this process, not an mpirun inside of an allocation."""
+    """Return whether SLURM's own launcher started this process, not an mpirun inside of an allocation."""
     tasks, rank = os.environ.get("SLURM_STEP_NUM_TASKS"), os.environ.get("SLURM_PROCID")
     size = launcher_size()
     return size is not None and tasks == str(size[1]) and rank == str(launcher_rank())
 
 
 def idle_tasks() -> int:
-    """Tasks that the SLURM allocation of this process has beside it, where no launcher started this process; else 0.
+    """Return how many tasks the SLURM allocation of this process has beside it; 0 if a launcher started it.
 
     That is a batch script, or an interactive shell, without srun.
     """
@@ -149,7 +149,7 @@ def idle_tasks() -> int:
 
 
 def singleton_mpi() -> contextlib.AbstractContextManager[None]:
-    """A context in which Open MPI starts without a launcher, and creates no shared-memory segment.
+    """Return a context in which Open MPI starts without a launcher, and creates no shared-memory segment.
 
     Open MPI 5 leaves that segment in /dev/shm when a single process ends. One process needs no transport but the one to
     itself. The variables are unset on exit: an mpirun started from here would inherit them. Other MPI libraries do not
@@ -160,7 +160,7 @@ def singleton_mpi() -> contextlib.AbstractContextManager[None]:
 
 
 def without_mpi(leave_out: bool = True) -> contextlib.AbstractContextManager[None]:
-    """A context in which processes start for which mpi4py does not initialise MPI: their parent is the rank."""
+    """Return a context in which processes start for which mpi4py does not initialise MPI: their parent is the rank."""
     return _set_where_unset({"MPI4PY_RC_INITIALIZE": "0"} if leave_out else {})
 
 
@@ -183,12 +183,12 @@ def export_rendezvous(values: Mapping[str, str]) -> None:
 
 
 def compare_calls() -> bool:
-    """Whether ranks compare their calls before each collective: torch's own switch for that."""
+    """Return whether ranks compare their calls before each collective: torch's own switch for that."""
     return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
 
 
 def registered_memory() -> bool:
-    """Whether gathered values are to be in memory that is registered with the backend of their group.
+    """Return whether gathered values are to be in memory that is registered with the backend of their group.
 
     Raises:
         LaunchError: the variable is neither 0 nor 1.
@@ -197,7 +197,7 @@ def registered_memory() -> bool:
 
 
 def progress_thread() -> bool:
-    """Whether a thread is to advance collectives while the program computes.
+    """Return whether a thread is to advance collectives while the program computes.
 
     Raises:
         LaunchError: the variable is neither 0 nor 1.
@@ -213,23 +213,23 @@ def _switch(name: str, one: str) -> bool:
 
 
 def full_precision_in_eval() -> bool:
-    """Whether sharded modules in eval mode compute without mixed precision: torch's own switch for that."""
+    """Return whether sharded modules in eval mode compute without mixed precision: torch's own switch for that."""
     return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
 
 
 def threads_chosen() -> bool:
-    """Whether the user fixed the number of threads per process."""
+    """Return whether the user fixed the number of threads per process."""
     return "OMP_NUM_THREADS" in os.environ
 
 
 def config_values() -> dict[str, str]:
-    """The ``HPCFSDP_*`` variables that configure commands."""
+    """Return the ``HPCFSDP_*`` variables that configure commands."""
     names = (name for name in os.environ if name.startswith(CONFIG_PREFIX) and name not in _OF_THE_LIBRARY)
     return {name: os.environ[name] for name in names}
 
 
 def wait_log_s() -> float:
-    """Seconds after which a rank that waits for others logs it for the first time, 10 by default; 0: never.
+    """Return the seconds after which a waiting rank logs that for the first time, 10 by default; 0: never.
 
     Raises:
         LaunchError: ``HPCFSDP_WAIT_LOG_S`` is not such a number.
@@ -238,7 +238,7 @@ def wait_log_s() -> float:
 
 
 def hang_s() -> float:
-    """Seconds after which a wait is a hang, 300 by default; 0: never.
+    """Return the seconds after which a wait is a hang, 300 by default; 0: never.
 
     Raises:
         LaunchError: ``HPCFSDP_HANG_S`` is not such a number.
@@ -258,17 +258,17 @@ def _seconds(name: str, default: str, zero: str) -> float:
 
 
 def diagnostic_values() -> dict[str, str]:
-    """The variables for ``hpcfsdp doctor`` that are set."""
+    """Return the variables for ``hpcfsdp doctor`` that are set."""
     return {name: os.environ[name] for name in _DIAGNOSTIC if name in os.environ}
 
 
 def colour_refused() -> bool:
-    """Whether the user wants output without colour (https://no-color.org)."""
+    """Return whether the user wants output without colour (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR"))
 
 
 def host_name() -> str:
-    """The name of this node, without its domain."""
+    """Return the name of this node, without its domain."""
     return socket.gethostname().split(".")[0]
 
 

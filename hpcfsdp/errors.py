@@ -27,7 +27,7 @@ class HpcfsdpError(RuntimeError):
     """Set on an error that every rank raises at the same place: the ranks then end together, with one message."""
 
     def of_kind(self: _Error, kind: str) -> _Error:
-        """This error, with another `kind` than its class has."""
+        """Return this error, with another `kind` than its class has."""
         self.kind = kind
         return self
 
@@ -122,7 +122,7 @@ class DifferentValuesWarning(UserWarning):
 
 
 def rebuild(kind: str, message: str) -> HpcfsdpError:
-    """The error of another rank, from the name of its class and its message."""
+    """Return the error of another rank, from the name of its class and its message."""
     found = globals().get(kind)
     if isinstance(found, type) and issubclass(found, HpcfsdpError):
         return found(message)
@@ -134,7 +134,7 @@ _MOST_COMPARED = 100
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, or nothing."""
+    """Return the end of a message about an unknown name: the nearest known one, or nothing."""
     candidates = list(known)
     likely = candidates
     if len(candidates) > _MOST_COMPARED:  # a large model has 100,000
@@ -146,7 +146,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _shared_ends(one: str, other: str) -> int:
-    """The number of equal characters at the beginnings and ends of two names, less their difference in length."""
+    """Return the number of equal characters at both ends of two names, less their difference in length."""
     shorter, longer = sorted((len(one), len(other)))
     ends = _shared_beginning(one, other) + _shared_beginning(one[::-1], other[::-1])
     return min(ends, shorter) - (longer - shorter)
@@ -159,7 +159,7 @@ def _shared_beginning(one: str, other: str) -> int:
 
 @contextlib.contextmanager
 def needs_extra(extra: str, what: str) -> Iterator[None]:
-    """A context for importing packages that only the extra `extra` of hpcfsdp installs.
+    """Return a context for importing packages that only the extra `extra` of hpcfsdp installs.
 
     Args:
         what: needs them, for the message.
@@ -176,7 +176,7 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
 
 
 def p_assert(condition: object, message: str) -> None:
-    """``assert`` for code that autograd calls: prints the message and the stack to stderr before it raises.
+    """Do as ``assert``, in code that autograd calls: print the message and the stack to stderr before raising.
 
     An error in a callback of autograd may reach the caller without its traceback, in another thread, or not at all.
 

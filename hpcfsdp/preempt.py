@@ -105,7 +105,7 @@ class Preemption:
         return bool(self.reason)
 
     def _ends(self) -> bool:
-        """Whether the job ends soon, as far as this rank knows."""
+        """Return whether the job ends soon, as far as this rank knows."""
         left_s, before_s = self.seconds_left(), self._before_end_s
         if left_s is None or before_s == 0:
             return False
@@ -139,7 +139,7 @@ class _Exchange:
         self._work = world.host.all_reduce(self._values, "max", label=f"stop.requested({step})", async_op=True)
 
     def result(self) -> tuple[int, bool, bool, float | None, float]:
-        """The signal, whether the job ends, whether a rank goes on, when the job ends, the longest step."""
+        """Return the signal, whether the job ends, whether a rank goes on, when the job ends, the longest step."""
         if self._work is not None:
             self._work.wait()
         number, ends, some_goes_on, end_s, step_s = self._values.tolist()
@@ -147,7 +147,7 @@ class _Exchange:
 
 
 def preemption(*, before_end_s: float | None = None) -> Preemption:
-    """Not collective. A context that handles the signals of schedulers, and knows when the job ends::
+    """Not collective. Return a context that handles the signals of schedulers, and knows when the job ends::
 
         with hpcfsdp.preemption() as stop:
             world = hpcfsdp.init()

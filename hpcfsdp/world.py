@@ -68,7 +68,7 @@ class World:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """torch's default process group: NCCL where `device` is a GPU, hpcmpi otherwise."""
+        """Return torch's default process group: NCCL where `device` is a GPU, hpcmpi otherwise."""
         import torch.distributed as dist
 
         # No reference here: a group of gloo that outlives its destruction aborts the process.
@@ -76,22 +76,22 @@ class World:
 
     @property
     def size(self) -> int:
-        """The number of processes in the job."""
+        """Return the number of processes in the job."""
         return self.topology.size
 
     @property
     def local_rank(self) -> int:
-        """The rank of this process among those on its node."""
+        """Return the rank of this process among those on its node."""
         return self.topology.local_rank(self.rank)
 
     @property
     def local_size(self) -> int:
-        """The number of processes on this node."""
+        """Return the number of processes on this node."""
         return len(self.topology.node_of(self.rank))
 
     @property
     def node_rank(self) -> int:
-        """The number of this node among all nodes, counted in the order of their lowest rank."""
+        """Return the number of this node among all nodes, counted in the order of their lowest rank."""
         return self.topology.node_rank(self.rank)
 
     @property
@@ -130,7 +130,7 @@ _before_finalize: list[Callable[[], None]] = []
 
 
 def current_world() -> World | None:
-    """The world of ``init``, None before it and after ``finalize``."""
+    """Return the world of ``init``, None before it and after ``finalize``."""
     return _world
 
 
@@ -240,7 +240,7 @@ def init(
 
 
 def _name_run(run_dir: str | Path | None) -> tuple[str, Path]:
-    """Collective over all ranks. Names of the job, and of its folder, by rank 0, which makes the folder if needed."""
+    """Collective over all ranks. Return the names of the job and of its folder, which rank 0 makes if needed."""
     comm, folder = current_job().comm, ""
     with together.raise_lowest(comm):
         if comm.rank == 0:
@@ -271,7 +271,7 @@ def _watch_for_hangs(job: Job, node: MPI.Intracomm, name: str, folder: Path) -> 
 
 
 def _name_of_job() -> str:
-    """Names the job in files: the scheduler's number, or host and process id of the calling rank."""
+    """Name the job in files by the scheduler's number, or by host and process id of the calling rank."""
     job = env.scheduler_job()
     if not job.number:
         return f"{env.host_name()}-{os.getpid()}"
@@ -279,7 +279,7 @@ def _name_of_job() -> str:
 
 
 def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
-    """Collective over all ranks. The topology and this rank's device. All raise if arguments, kinds or versions differ.
+    """Collective over all ranks. Return the topology and this rank's device, or raise if arguments or versions differ.
 
     Otherwise a node with a broken driver would compute on its CPUs, and the others would wait for it in NCCL.
     """
@@ -325,7 +325,7 @@ def _check_backend(backend: str | None) -> None:
 
 
 def _backend_of(device: torch.device) -> str:
-    """torch's backend for an accelerator."""
+    """Return torch's backend for an accelerator."""
     import torch.distributed as dist
 
     try:

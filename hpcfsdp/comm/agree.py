@@ -50,7 +50,7 @@ def raise_together(comm: Communicator | Grid) -> Iterator[Exchange]:
 
 
 def of_rank_0(comm: Communicator, make: Callable[[], T]) -> T:
-    """Collective over `comm`. What `make` returns on rank 0, which alone calls it, or the error that it raises there.
+    """Collective over `comm`. Return what `make` returns on rank 0, which alone calls it, or raise its error.
 
     Raises:
         Exception: on rank 0, raised by `make`; on other ranks as from ``raise_together``.
@@ -68,7 +68,7 @@ def of_rank_0(comm: Communicator, make: Callable[[], T]) -> T:
 
 
 def _sent(error: Exception | None) -> tuple[str, str, bool] | None:
-    """An error in the form in which other ranks get it; from now on it is raised on all ranks."""
+    """Return an error in the form in which other ranks get it; from now on it is raised on all ranks."""
     if error is None:
         return None
     sent = type(error).__name__, str(error), getattr(error, "raised_on_all_ranks", False)
@@ -77,7 +77,7 @@ def _sent(error: Exception | None) -> tuple[str, str, bool] | None:
 
 
 def _received(rank: int, kind: str, message: str, named: bool) -> Exception:
-    """The error of another rank. One that several ranks have raised together (`named`) names them."""
+    """Return the error of another rank. One that several ranks have raised together (`named`) names them."""
     who = "" if named else f"rank {rank}: "
     error = rebuild(kind, f"{who}{message}")
     if type(error) is HpcfsdpError and kind != HpcfsdpError.__name__:
@@ -88,7 +88,7 @@ def _received(rank: int, kind: str, message: str, named: bool) -> Exception:
 
 @contextlib.contextmanager
 def raise_together_over(comms: Iterable[Communicator]) -> Iterator[None]:
-    """Collective over each of `comms`, at its end; in a grid, along each of its dimensions. As ``raise_together``."""
+    """Collective over each of `comms`, at its end; in a grid, along each of its dimensions. See ``raise_together``."""
     with contextlib.ExitStack() as stack:
         for comm in comms:
             stack.enter_context(raise_together(comm))

@@ -22,7 +22,7 @@ class Work(Protocol):
         """Return when the result may be used. Raises the error of the collective."""
 
     def is_completed(self) -> bool:
-        """Whether the result may be used already. Advances the collective where the transport allows it."""
+        """Return whether the result may be used already. Advances the collective where the transport allows it."""
 
 
 class Communicator:
@@ -77,7 +77,7 @@ class Communicator:
         """Not collective. Free what ``alloc`` returned. The memory exists until no rank uses it any more."""
 
     def gathering_memory(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which to allocate the output of gathers that ``alloc`` does not give. Before a gather only."""
+        """Return a context in which to allocate the output of a gather, right before it, where ``alloc`` does not."""
         return contextlib.nullcontext()
 
     # Collectives on tensors
@@ -206,17 +206,17 @@ class Communicator:
 
     @_compat.outside_of_modes
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The values of all ranks in rank order. Raises on all ranks if they are in different public calls."""
+        """Return the values of all ranks in rank order. Raises on all ranks if they are in different public calls."""
         return same_call(self._all_gather_object((calls.current(), value)))
 
     @_compat.outside_of_modes
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """The value of rank `src`."""
+        """Return the value of rank `src`."""
         check_peer("broadcast_object", self, src)
         return self._broadcast_object(value, src)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        """Collective over `ranks`, ascending ranks of this communicator. The other ranks need not call it."""
+        """Collective over `ranks`, ascending ranks of this communicator. Return a communicator of these."""
         members = list(ranks)
         if self.rank not in members or members != sorted(set(members) & set(range(self.size))):
             raise CommunicationError(
@@ -315,13 +315,13 @@ class Grid:
 
 
 def segment(full: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    """This rank's part of a 1-D tensor of ``comm.size`` equal parts, as a view."""
+    """Return this rank's part of a 1-D tensor of ``comm.size`` equal parts, as a view."""
     numel = full.numel() // comm.size
     return full[comm.rank * numel : (comm.rank + 1) * numel]
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """A tensor in messages."""
+    """Describe a tensor in messages."""
     return f"{tensor.numel()} x {tensor.dtype}"
 
 

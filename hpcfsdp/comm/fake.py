@@ -86,7 +86,7 @@ def _work(async_op: bool) -> Finished | None:
 
 
 def _reduce_equal(mine: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """The reduction of the same value on each rank."""
+    """Return the reduction of the same value on each rank."""
     value, op = mine.to(reduction.accumulate), reduction.op
     if op == "sum" and value.dtype is not torch.bool:
         return value * reduction.size
@@ -98,7 +98,7 @@ def _reduce_equal(mine: torch.Tensor, reduction: Reduction) -> torch.Tensor:
 
 
 def _power(value: torch.Tensor, exponent: int) -> torch.Tensor:
-    """The power by multiplication alone, as ranks compute it: torch's power of complex numbers goes through angles."""
+    """Return the power by multiplication alone, as ranks compute it; torch takes angles of complex numbers."""
     total = torch.ones_like(value)
     while exponent:
         if exponent % 2:

@@ -34,13 +34,13 @@ class MeshPlan:
 
     @_compat.outside_of_modes
     def lines(self, dimension: int) -> list[tuple[int, ...]]:
-        """The groups of ranks along a dimension, each in the order of its coordinate."""
+        """Return the groups of ranks along a dimension, each in the order of its coordinate."""
         ranks = torch.tensor(self.ranks, dtype=torch.int64).view(self.shape)
         return [tuple(line) for line in ranks.movedim(dimension, -1).reshape(-1, self.shape[dimension]).tolist()]
 
 
 def plan_mesh(topology: Topology, dimensions: Mapping[str, Extent]) -> MeshPlan:
-    """The mesh with these dimensions on these nodes.
+    """Return the mesh with these dimensions on these nodes.
 
     Args:
         dimensions: name -> number of ranks along it, the outermost first. "nodes": the number of nodes; "node": the
@@ -79,7 +79,7 @@ def plan_mesh(topology: Topology, dimensions: Mapping[str, Extent]) -> MeshPlan:
 
 
 def _ordered(topology: Topology, names: tuple[str, ...], shape: tuple[int, ...], written: str) -> MeshPlan:
-    """The plan with ascending ranks in every line.
+    """Return the plan with ascending ranks in every line.
 
     torch sorts the ranks of each group: in another order a coordinate would not be the rank in its group.
     """
@@ -96,7 +96,7 @@ def _ordered(topology: Topology, names: tuple[str, ...], shape: tuple[int, ...],
 
 
 def _numbers(topology: Topology, dimensions: Mapping[str, Extent]) -> dict[str, int | None]:
-    """The dimensions with numbers in place of "node" and "nodes"."""
+    """Return the dimensions with numbers in place of "node" and "nodes"."""
     known: dict[str, int | None] = {}
     for name, extent in dimensions.items():
         if extent in ("nodes", "node"):
@@ -116,6 +116,6 @@ def _numbers(topology: Topology, dimensions: Mapping[str, Extent]) -> dict[str, 
 
 @_compat.outside_of_modes
 def make_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
-    """Collective over all ranks. The plan as a ``DeviceMesh``, with a process group for each line of each dimension."""
+    """Collective over all ranks. Return the plan as a ``DeviceMesh``, with a process group for each of its lines."""
     ranks = torch.tensor(plan.ranks, dtype=torch.int64).view(plan.shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=plan.names)

@@ -39,17 +39,17 @@ class Condition(Protocol):
     """The condition that a collective waits for."""
 
     def holds(self) -> bool:
-        """Whether the wait is over. Raises the error that ends it."""
+        """Return whether the wait is over. Raises the error that ends it."""
 
     def missing(self) -> Sequence[int]:
-        """The ranks that have not arrived yet."""
+        """Return the ranks that have not arrived yet."""
 
 
 class Owner(Protocol):
     """The communicator, or another object, that has begun a collective."""
 
     def departed(self) -> set[int]:
-        """The ranks that are known to have left the program."""
+        """Return the ranks that are known to have left the program."""
 
 
 class Sent:
@@ -245,7 +245,7 @@ def _left(ranks: set[int]) -> str | None:
 
 
 def _within_call(error: BaseException) -> BaseException:
-    """The error with the public call of this rank."""
+    """Return the error with the public call of this rank."""
     call = calls.current()
     if isinstance(error, CommunicationError) and call not in error.args[0]:
         error.args = (f"{call}: {error.args[0]}",)

@@ -48,7 +48,7 @@ _WITHOUT_ARITHMETIC = {
 
 
 def accumulate_dtype(dtype: torch.dtype, op: str = "sum") -> torch.dtype:
-    """The dtype in which values of `dtype` are reduced by `op`."""
+    """Return the dtype in which values of `dtype` are reduced by `op`."""
     if dtype in _NARROW:
         return torch.float32
     if op == "average" and not dtype.is_floating_point and not dtype.is_complex:
@@ -57,7 +57,7 @@ def accumulate_dtype(dtype: torch.dtype, op: str = "sum") -> torch.dtype:
 
 
 def refuse_op(op: str, dtype: torch.dtype) -> str | None:
-    """Why values of `dtype` cannot be reduced by `op`, None where they can."""
+    """Return why values of `dtype` cannot be reduced by `op`, None where they can."""
     whole = not dtype.is_floating_point and not dtype.is_complex
     if op not in _COMBINE:
         return f"unknown reduction {op!r}"

@@ -50,7 +50,7 @@ class TorchGroupCommunicator(Communicator):
 
     @_compat.outside_of_modes
     def divide(self, nodes: Topology) -> None:
-        """Collective. From now on averages of narrow values are made within nodes first, and then across them.
+        """Collective over the group. Make averages of narrow values within nodes first, and then across them.
 
         Each node sends the bytes of one rank, as with a ring. Without this it sends those of all of its ranks. Nodes
         of different sizes change nothing.
@@ -152,7 +152,7 @@ class TorchGroupCommunicator(Communicator):
         return _ended(work, async_op, lambda: reduce_rows(flat, gathered.view(self.size, -1), reduction))
 
     def _all_reduce_narrow(self, label: str, flat: torch.Tensor, reduction: Reduction) -> None:
-        """An all-reduce that sends values in their own dtype. No backend has one that sums them in another."""
+        """All-reduce values that are sent in their own dtype and summed in another. No backend does that."""
         numel = -(-flat.numel() // self.size)
         padded = flat.new_zeros(self.size * numel)
         padded[: flat.numel()].copy_(flat)
@@ -236,7 +236,7 @@ class _Work:
 def _ended(
     work: dist.Work | None, async_op: bool, finish: Callable[[], None] = lambda: None
 ) -> _Work | Finished | None:
-    """The return value of a collective for which torch.distributed has returned `work`."""
+    """Return the result of the call of a collective for which torch.distributed has returned `work`."""
     if work is not None:
         return _Work(work, finish)
     with torch.no_grad():
@@ -245,7 +245,7 @@ def _ended(
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor of any dtype."""
+    """Return the memory of a tensor of any dtype."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 

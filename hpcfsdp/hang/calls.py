@@ -46,12 +46,12 @@ backward = Backward()
 
 
 def current() -> str:
-    """The public call that this thread is in, "" outside of all calls."""
+    """Return the public call that this thread is in, "" outside of all calls."""
     return backward.label if backward.is_running() else here.call
 
 
 def within(label: str) -> str:
-    """The label of a collective, with the public call of this thread in front."""
+    """Return the label of a collective, with the public call of this thread in front."""
     call = current()
     return f"{call}: {label}" if call else label
 

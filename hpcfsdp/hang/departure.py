@@ -301,7 +301,7 @@ def _await_orphanhood() -> None:
 
 
 def mark_clean(clean: bool = True) -> None:
-    """Not collective. All ranks have finished their collectives: how each exits then does not matter to the others."""
+    """Not collective. Note that all ranks have finished their collectives: each may exit as it likes."""
     global _is_clean
     _is_clean = clean
 

@@ -50,7 +50,7 @@ class Request:
 
     @property
     def is_current(self) -> bool:
-        """Whether someone may still wait for answers."""
+        """Return whether someone may still wait for answers."""
         return abs(time.time() - self.asked_s) < _FORGOTTEN_S
 
 
@@ -98,7 +98,7 @@ class Inquiry:
                 safe_files.remove(f".{name}", folder=folder)
 
     def requests(self, job: str) -> list[Request]:
-        """The requests that wait for answers of this job; "": those to all jobs alone."""
+        """Return the requests that wait for answers of this job; "": those to all jobs alone."""
         try:
             with safe_files.own_folder(self.folder) as folder:
                 return self._requests(folder, job)
@@ -111,7 +111,7 @@ class Inquiry:
             return []
 
     def claim(self, request: Request, job: str, node: int) -> bool:
-        """Whether this process is the first of its node to answer."""
+        """Return whether this process is the first of its node to answer."""
         with contextlib.suppress(OSError), self._answers_to(request, make=True) as folder:
             safe_files.create(f"{job}.{node:05d}.claim", folder=folder).close()
             return True
@@ -123,7 +123,7 @@ class Inquiry:
             safe_files.replace(f"{job}.{node:05d}.json", json.dumps(part).encode(), folder=folder)
 
     def answers(self, request: Request) -> list[dict[str, Any]]:
-        """What the nodes have added so far: objects, see ``report.is_answer``."""
+        """Return what the nodes have added so far: objects, see ``report.is_answer``."""
         with contextlib.suppress(OSError), self._answers_to(request) as folder:
             names = (name for name in sorted(os.listdir(folder)) if name.endswith(".json"))
             found = (_parsed(name, folder, _MOST_ANSWER_BYTES, dict) for name in names)
@@ -131,11 +131,11 @@ class Inquiry:
         return []
 
     def report_path(self, request: Request, job: str) -> Path:
-        """Where the report about a job goes."""
+        """Return where the report about a job goes."""
         return self.folder / f"{request.name}-{job}.txt"
 
     def latest_report(self, job: str, since_s: float) -> Path | None:
-        """The newest report about a job that was written after a time, in seconds since the epoch."""
+        """Return the newest report about a job that was written after a time, in seconds since the epoch."""
         with contextlib.suppress(OSError), safe_files.own_folder(self.folder) as folder:
             for name in sorted(os.listdir(folder), reverse=True):
                 if name.endswith(f"-{job}.txt"):
@@ -164,7 +164,7 @@ class Inquiry:
 
     @contextlib.contextmanager
     def _answers_to(self, request: Request, *, make: bool = False) -> Iterator[int]:
-        """The descriptor of the folder of a request."""
+        """Open the folder of a request."""
         if not _NAME.fullmatch(request.name):
             raise ValueError(f"the name of a request is of letters, digits, - and _, not {request.name!r}")
         with (
@@ -195,7 +195,7 @@ def _remove_answers(request: Request, folder: int) -> None:
 
 
 def _parsed(name: str, folder: int, most_bytes: int, shape: json_input.Shape) -> Any:
-    """The JSON of a file of this user or root; None where there is none."""
+    """Return the JSON of a file of this user or root; None where there is none."""
     try:
         return json_input.parse(safe_files.read(name, most_bytes, folder=folder, own=True), shape)
     except OSError:

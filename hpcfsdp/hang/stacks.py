@@ -52,7 +52,7 @@ def arm() -> int:
 
 
 def _is_caught() -> bool:
-    """Whether this process has a handler for SIGQUIT, also one that Python does not know."""
+    """Return whether this process has a handler for SIGQUIT, also one that Python does not know."""
     with contextlib.suppress(OSError), open("/proc/self/status") as file:
         for line in file:
             if line.startswith("SigCgt:"):
@@ -68,13 +68,13 @@ def disarm(fd: int) -> None:
 
 
 def start_of(pid: int) -> int:
-    """When a process began, in clock ticks since the boot; 0 if there is none. A later one of this pid has another."""
+    """Return when a process began, in clock ticks since the boot; 0 if there is none of this pid."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def process(pid: int, started: int) -> Process:
-    """The process with this pid and start."""
+    """Return the process with this pid and start."""
     fields = _stat(pid)
     if not fields or int(fields[19]) != started:
         return Process("")
@@ -86,7 +86,7 @@ def process(pid: int, started: int) -> Process:
 
 
 def ask_all(pids_and_files: Sequence[tuple[int, int]]) -> list[str]:
-    """Not collective. The stacks of processes (pid, descriptor); "" for one that does not answer within 2 seconds."""
+    """Not collective. Return the stacks of processes (pid, descriptor), "" where none comes within ``ANSWER_S``."""
     begins = [_size(pid, fd) for pid, fd in pids_and_files]
     for (pid, fd), begin in zip(pids_and_files, begins, strict=True):
         if fd >= 0 and begin is not None:
@@ -105,7 +105,7 @@ def ask_all(pids_and_files: Sequence[tuple[int, int]]) -> list[str]:
 
 
 def main_frames(text: str, main_thread: int) -> list[tuple[str, int, str]]:
-    """The frames of the main thread, the innermost first, as (file, line, function)."""
+    """Return the frames of the main thread, the innermost first, as (file, line, function)."""
     threads = re.split(r"^(?=(?:Current t|T)hread 0x)", text, flags=re.MULTILINE)
     wanted = [part for part in threads if re.match(rf"(?:Current t|T)hread 0x0*{main_thread:x}\b", part)]
     found = re.findall(r'^  File "(.*)", line (\d{1,9}) in (.*)$', wanted[-1] if wanted else "", re.MULTILINE)
@@ -113,7 +113,7 @@ def main_frames(text: str, main_thread: int) -> list[tuple[str, int, str]]:
 
 
 def size(fd: int) -> int:
-    """The bytes that SIGQUIT has written so far in this process."""
+    """Return the bytes that SIGQUIT has written so far in this process."""
     return os.fstat(fd).st_size if fd >= 0 else 0
 
 
@@ -136,7 +136,7 @@ def _read(pid: int, fd: int, begin: int | None) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat behind the name of the program, which may contain spaces."""
+    """Return the fields of /proc/<pid>/stat behind the name of the program, which may contain spaces."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()

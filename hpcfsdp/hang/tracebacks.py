@@ -88,7 +88,7 @@ def exchange(comm: Any, mine: UncaughtError) -> list[UncaughtError] | None:
 
 
 def merged(errors: Iterable[UncaughtError], size: int) -> str:
-    """One text for the errors of ranks: each different traceback once, the earliest first, with its ranks.
+    """Return one text for the errors of ranks: each different traceback once, the earliest first, with its ranks.
 
     Further parts begin with "hpcfsdp: "; the first does not, as messages of ``departure.end_job``.
     """
@@ -109,7 +109,7 @@ def merged(errors: Iterable[UncaughtError], size: int) -> str:
 
 
 def who(group: Sequence[UncaughtError], size: int) -> str:
-    """The ranks and hosts of errors: "ranks 0-3 of 4 on node1"."""
+    """Return the ranks and hosts of errors: "ranks 0-3 of 4 on node1"."""
     hosts = list(dict.fromkeys(each.host for each in group))
     shown = ", ".join(hosts) if len(hosts) <= _MOST_HOSTS else f"{len(hosts)} nodes, {hosts[0]} among them"
     return f"{ranks(each.rank for each in group)} of {size} on {shown}"

@@ -258,10 +258,10 @@ def stop() -> None:
 
 
 def current() -> Watcher | None:
-    """The watch of this process, from ``hpcfsdp.init`` to ``finalize``."""
+    """Return the watch of this process, from ``hpcfsdp.init`` to ``finalize``."""
     return _watch
 
 
 def is_hang(waited_s: float) -> bool:
-    """Whether a wait of this length is a hang."""
+    """Return whether a wait of this length is a hang."""
     return _watch is not None and 0 < _watch.limit_s <= waited_s

@@ -13,7 +13,7 @@ from hpcfsdp.launch.job import load_mpi
 
 
 def choose(wanted: str | torch.device | None, local_rank: int) -> torch.device:
-    """The device of the rank with this local rank: the one with index ``local_rank % visible`` unless one is named.
+    """Return the device of the rank with this local rank, number ``local_rank % visible`` unless one is named.
 
     Under ``--gpus-per-task=1`` every rank sees one device, with index 0.
     """
@@ -61,7 +61,7 @@ def check_thread_level(device: torch.device, *, progress_thread: bool) -> None:
 
 
 def fair_threads(mine: set[int], everyone: list[set[int]]) -> int:
-    """Threads for a process that may run on the cores `mine`. Processes share a core equally."""
+    """Return the number of threads for a process that may run on the cores `mine`. Processes share a core equally."""
     share = sum(1 / max(1, sum(core in cores for cores in everyone)) for core in mine)
     return max(1, int(share + 1e-9))
 

@@ -16,7 +16,7 @@ PROBE_TIMEOUT_S = 3.0
 
 
 def addresses_of_this_host() -> list[str]:
-    """IPv4 addresses of this host that other nodes may reach: those of its name first, then those of its interfaces."""
+    """Return IPv4 addresses of this host that others may reach: those of its name, then those of its interfaces."""
     import psutil
 
     found: list[str] = []
@@ -28,7 +28,7 @@ def addresses_of_this_host() -> list[str]:
 
 
 def reachable(address: str, port: int) -> bool:
-    """Whether a connection to `address`:`port` opens within ``PROBE_TIMEOUT_S`` seconds."""
+    """Return whether a connection to `address`:`port` opens within ``PROBE_TIMEOUT_S`` seconds."""
     try:
         socket.create_connection((address, port), timeout=PROBE_TIMEOUT_S).close()
     except OSError:
@@ -37,7 +37,7 @@ def reachable(address: str, port: int) -> bool:
 
 
 def first_reached_by_all(candidates: list[str], port: int, comm: Any, *, probes: bool = True) -> str:
-    """Collective over `comm`. The first of rank 0's candidate addresses to which every rank that probes can connect."""
+    """Collective over `comm`. Return the first of rank 0's addresses to which every rank that probes can connect."""
     reached = [not probes or reachable(address, port) for address in candidates]
     for address, by_all in zip(candidates, minima(comm, reached), strict=True):
         if by_all:
@@ -52,7 +52,7 @@ def first_reached_by_all(candidates: list[str], port: int, comm: Any, *, probes:
 
 
 def listening(addresses: list[str]) -> dict[str, socket.socket]:
-    """By address of this host, a socket that listens there; all have one port. Addresses without one are left out."""
+    """Return for each address of this host a socket that listens there, all on one port. Leave out what fails."""
     found: dict[str, socket.socket] = {}
     for address in addresses:
         port = next(iter(found.values())).getsockname()[1] if found else 0
@@ -62,7 +62,7 @@ def listening(addresses: list[str]) -> dict[str, socket.socket]:
 
 
 def open_store(comm: Any, *, single_node: bool, timeout_s: float) -> tuple[Any, str]:
-    """Collective over `comm`, all ranks of the job. A TCPStore of rank 0 on a free port, and its address.
+    """Collective over `comm`, all ranks of the job. Return a TCPStore of rank 0 on a free port, and its address.
 
     It listens on this address alone: who reaches a store can write to it. One rank of each node tries the addresses of
     rank 0: all ranks at once would be a storm of connections.

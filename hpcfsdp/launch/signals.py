@@ -155,7 +155,7 @@ def _end(popen: popen_fork.Popen) -> None:
 
 
 def _kept_away() -> set[int]:
-    """The signals that do not end this process."""
+    """Return the signals that do not end this process."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     return {number for number in STOP_SIGNALS if number in blocked or _is_handled(number)}
 

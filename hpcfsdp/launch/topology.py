@@ -34,12 +34,12 @@ class Topology:
 
     @classmethod
     def regular(cls, num_nodes: int, ranks_per_node: int) -> Topology:
-        """`num_nodes` nodes of `ranks_per_node` ranks each, filled one after the other."""
+        """Return `num_nodes` nodes of `ranks_per_node` ranks each, filled one after the other."""
         return cls.uneven([ranks_per_node] * num_nodes)
 
     @classmethod
     def uneven(cls, ranks_per_node: Iterable[int]) -> Topology:
-        """Nodes with the given numbers of ranks, filled one after the other."""
+        """Return nodes with the given numbers of ranks, filled one after the other."""
         nodes, first = [], 0
         for count in ranks_per_node:
             nodes.append(tuple(range(first, first + count)))
@@ -48,7 +48,7 @@ class Topology:
 
     @classmethod
     def from_labels(cls, labels: Sequence[Hashable]) -> Topology:
-        """Ranks with equal labels share a node. `labels` has one entry for each rank, for example its host name."""
+        """Put ranks with equal labels on one node. `labels` has one entry for each rank, for example its host name."""
         members: dict[Hashable, list[int]] = {}
         for rank, label in enumerate(labels):
             members.setdefault(label, []).append(rank)
@@ -56,7 +56,7 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """The number of ranks on all nodes."""
+        """Return the number of ranks on all nodes."""
         return len(self._places)
 
     @property
@@ -65,29 +65,29 @@ class Topology:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The lowest rank of each node."""
+        """Return the lowest rank of each node."""
         return tuple(node[0] for node in self.nodes)
 
     @property
     def ranks_per_node(self) -> int | None:
-        """The number of ranks on each node, None where nodes differ."""
+        """Return the number of ranks on each node, None where nodes differ."""
         counts = {len(node) for node in self.nodes}
         return counts.pop() if len(counts) == 1 else None
 
     def node_rank(self, rank: int) -> int:
-        """The number of the node on which `rank` runs."""
+        """Return the number of the node on which `rank` runs."""
         return self._places[rank][0]
 
     def local_rank(self, rank: int) -> int:
-        """The place of `rank` among the ranks of its node."""
+        """Return the place of `rank` among the ranks of its node."""
         return self._places[rank][1]
 
     def node_of(self, rank: int) -> tuple[int, ...]:
-        """All ranks on the node of `rank`."""
+        """Return all ranks on the node of `rank`."""
         return self.nodes[self._places[rank][0]]
 
     def proxy(self, rank: int, node: int) -> int:
-        """The rank on `node` that exchanges with `rank` on its own node's behalf; `rank` itself on its own node.
+        """Return the rank on `node` that exchanges with `rank` on its own node's behalf; `rank` itself on its own node.
 
         The proxy has the same local rank, modulo the ranks of its node. So each of a node's N ranks sends and receives
         1/N of the bytes between nodes.
@@ -97,13 +97,13 @@ class Topology:
         return self.nodes[node][self.local_rank(rank) % len(self.nodes[node])]
 
     def clients(self, rank: int) -> tuple[int, ...]:
-        """The ranks of other nodes that have `rank` as their proxy on its node."""
+        """Return the ranks of other nodes that have `rank` as their proxy on its node."""
         home = self.node_rank(rank)
         step, first = len(self.nodes[home]), self.local_rank(rank)
         return tuple(client for n, node in enumerate(self.nodes) if n != home for client in node[first::step])
 
     def restrict(self, ranks: Sequence[int]) -> Topology:
-        """The topology of a sub-group: its member ``ranks[i]`` is rank i there."""
+        """Return the topology of a sub-group: its member ``ranks[i]`` is rank i there."""
         return Topology.from_labels([self.node_rank(rank) for rank in ranks])
 
     def split(self, parts: int) -> Topology:

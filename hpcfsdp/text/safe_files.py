@@ -17,7 +17,7 @@ Name = str | os.PathLike[str]
 
 
 def open_to_read(path: Name, *, folder: int | None = None) -> BinaryIO:
-    """A regular file, to read. `folder` is the descriptor of the folder in which `path` begins.
+    """Return a regular file, to read. `folder` is the descriptor of the folder in which `path` begins.
 
     Raises OSError if it is missing, no regular file, or a link of another user.
     """
@@ -25,7 +25,7 @@ def open_to_read(path: Name, *, folder: int | None = None) -> BinaryIO:
 
 
 def read(path: Name, most_bytes: int, *, folder: int | None = None, own: bool = False) -> bytes:
-    """The content of a file; if `own`, of one that belongs to this user or to root.
+    """Return the content of a file; if `own`, of one that belongs to this user or to root.
 
     Raises OSError as ``open_to_read``, and if there are more than `most_bytes`.
     """
@@ -39,25 +39,25 @@ def read(path: Name, most_bytes: int, *, folder: int | None = None, own: bool = 
 
 
 def open_to_append(path: Name) -> int:
-    """The descriptor of a file to append to, made if missing; or of a device. Raises OSError as ``open_to_read``."""
+    """Open a file to append to, made if missing, or a device. Raise OSError as ``open_to_read``."""
     return _open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, None)
 
 
 def is_torn(fd: int) -> bool:
-    """Whether a file ends within a line, as after a kill or on a full disk."""
+    """Return whether a file ends within a line, as after a kill or on a full disk."""
     nbytes = os.fstat(fd).st_size
     return nbytes > 0 and os.pread(fd, 1, nbytes - 1) != b"\n"
 
 
 def create(path: Name, *, folder: int | None = None) -> BinaryIO:
-    """A new file, to write. Raises FileExistsError if there is anything of that name, be it a link to nothing."""
+    """Return a new file, to write. Raise FileExistsError if there is anything of that name, be it a link to nothing."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666, dir_fd=folder), "wb")
 
 
 @contextlib.contextmanager
 def replacing(path: Name, *, folder: int | None = None) -> Iterator[BinaryIO]:
-    """A file to write, which gets its name when it is whole. A link of that name is replaced, not followed.
+    """Return a file to write, which gets its name when it is whole. A link of that name is replaced, not followed.
 
     One process at a time: the temporary file has one name, so that the next one removes it after a kill.
     """
@@ -88,7 +88,7 @@ def remove(path: Name, *, folder: int | None = None) -> None:
 
 @contextlib.contextmanager
 def own_folder(path: Name, *, folder: int | None = None, make: bool = False) -> Iterator[int]:
-    """The descriptor of a folder that belongs to this user or to root.
+    """Return the descriptor of a folder that belongs to this user or to root.
 
     Raises OSError if it is missing, no folder, a link to one, or another user's.
     """
@@ -119,7 +119,7 @@ def _open(path: Name, flags: int, folder: int | None) -> int:
 
 
 def _target(path: Name, folder: int | None) -> str:
-    """What a link of this user names; raises PermissionError for one of another user."""
+    """Return what a link of this user names; raises PermissionError for one of another user."""
     link = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         _check_owner(link, path)

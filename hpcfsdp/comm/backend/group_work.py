@@ -102,7 +102,7 @@ def _copy_to_caller(result: torch.Tensor, host: torch.Tensor) -> None:
 
 
 def _spans(tensors: Tensors) -> list[tuple[int, int]]:
-    """The memory of each tensor, from its first element to the end of its last."""
+    """Return the memory of each tensor, from its first element to the end of its last."""
     spans = []
     for tensor in tensors:
         if not is_sparse(tensor) and tensor.numel():
@@ -156,11 +156,11 @@ class GroupWork(_compat.Work):
     synchronize = wait
 
     def has_ended(self) -> bool:
-        """Whether it needs no more steps. Advances nothing."""
+        """Return whether it needs no more steps. Advances nothing."""
         return all(part.done for part in self.parts)
 
     def is_completed(self) -> bool:
-        """Whether it has ended, also with an error, which ``wait`` raises."""
+        """Return whether it has ended, also with an error, which ``wait`` raises."""
         if not all(part.is_completed() for part in self.parts):
             return False
         if not any(part.failed for part in self.parts):
@@ -176,13 +176,13 @@ class GroupWork(_compat.Work):
         return self._results
 
     def source_rank(self) -> int:
-        """The rank that sent a received message."""
+        """Return the rank that sent a received message."""
         return self._requests.source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        """The result as a completed future: nothing advances a collective while C++ code waits for it."""
+        """Return the result as a completed future: nothing advances a collective while C++ code waits for it."""
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(self.result())
         return future

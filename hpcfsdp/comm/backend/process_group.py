@@ -40,7 +40,7 @@ def register() -> None:
 
 
 def _rendezvous(url: str, timeout: datetime.timedelta | None = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
-    """Collective over all processes of the job. Ranks from MPI, and a store whose address is sent over MPI."""
+    """Collective over all processes of the job. Yield a store, and this rank and their number as MPI has them."""
     job, parts = current_job(), urlsplit(url)
     arguments = dict(parse_qsl(parts.query))  # of init_process_group
     known = {"rank": str(job.comm.rank), "world_size": str(job.comm.size)}
@@ -64,7 +64,7 @@ def _rendezvous(url: str, timeout: datetime.timedelta | None = None, **_: Any) -
 
 
 def _create_group(options: Any, topology: Topology | None) -> MpiProcessGroup:
-    """torch calls this on the members of a new group. `topology` comes from ``pg_options``."""
+    """Make a group. torch calls this on its members. `topology` comes from ``pg_options``."""
     job = current_job()
     from hpcfsdp.comm.mpi.communicator import MpiCommunicator, create_group  # starts MPI
 
@@ -161,7 +161,7 @@ class MemberRendezvous:
 
 
 def is_mpi_group(group: Any) -> TypeGuard[MpiProcessGroup]:
-    """Whether hpcmpi is the backend of a process group."""
+    """Return whether hpcmpi is the backend of a process group."""
     return isinstance(group, MpiProcessGroup)
 
 
@@ -352,7 +352,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def _rows(self, tensor: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
-        """The rows of each rank; equal parts where no split is given."""
+        """Return the rows of each rank; equal parts where no split is given."""
         if not splits:
             if tensor.shape[0] % self.size():
                 raise CommunicationError(

@@ -88,7 +88,7 @@ class MpiCommunicator(Communicator):
 
     @property
     def calls(self) -> int:
-        """Collectives that this rank has begun, the same number on all ranks."""
+        """Return how many collectives this rank has begun, the same number on all ranks."""
         return self._calls
 
     @property
@@ -292,7 +292,7 @@ class MpiCommunicator(Communicator):
         return MpiCommunicator(comm, topology, timeout_s=self.timeout_s, compare_calls=self.compare_calls)
 
     def close(self) -> None:
-        """Collective. Complete the collectives in progress, free all memory, and refuse further calls."""
+        """Collective over its ranks. Complete collectives in progress, free all memory, and refuse further calls."""
         if self._closed:
             return
         try:
@@ -311,7 +311,7 @@ class MpiCommunicator(Communicator):
         self._staging.memory = None
 
     def departed(self) -> set[int]:
-        """Not collective. The ranks that are known to have left the program."""
+        """Not collective. Return the ranks that are known to have left the program."""
         gone = departure.departed()
         return {rank for rank, world_rank in enumerate(self.world_ranks) if world_rank in gone}
 
@@ -345,7 +345,7 @@ class MpiCommunicator(Communicator):
         return self._labels[number % _STORED_LABELS] if number > self._calls - _STORED_LABELS else None
 
     def _message(self, label: str, tag: int, tensor: torch.Tensor) -> MpiCall:
-        """The call of a message between two ranks."""
+        """Make the call of a message between two ranks."""
         return MpiCall(self._matcher, self._mismatches, label, self._user_tag(label, tag), expected=str(tensor.dtype))
 
     def _user_tag(self, label: str, tag: int) -> int:
@@ -398,7 +398,7 @@ class MpiCommunicator(Communicator):
 
 
 def _after_comparison(call: MpiCall, steps: Steps) -> Steps:
-    """The steps, after all ranks have compared their calls."""
+    """Compare the calls of all ranks, then take the steps."""
     yield from exchange.wait_for(call, range(call.size))
     yield from steps
 
@@ -416,7 +416,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def _segments(full: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """`size` equal parts of `full`, as 1-D views."""
+    """Return `size` equal parts of `full`, as 1-D views."""
     flat = full.view(-1)
     numel = flat.numel() // size
     return [flat[numel * place : numel * (place + 1)] for place in range(size)]
@@ -432,7 +432,7 @@ def _pickled(value: Any) -> torch.Tensor:
 
 
 def _world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """The ranks of `comm` in MPI_COMM_WORLD."""
+    """Return the ranks of `comm` in MPI_COMM_WORLD."""
     members, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     ranks = MPI.Group.Translate_ranks(members, range(comm.size), world)
     members.Free()

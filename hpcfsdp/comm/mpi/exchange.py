@@ -123,7 +123,7 @@ def _takes_rounds(call: MpiCall, piece_bytes: int) -> bool:
 
 
 def _gather_in_rounds(call: MpiCall, rows: torch.Tensor) -> Steps:
-    """All of `rows`, one for each rank, become those of their ranks. A round doubles what each rank has."""
+    """Gather `rows`, one for each rank. A round doubles what each rank has."""
     for known, count in _rounds(call.size):
         requests, source = Requests(call), (call.rank + known) % call.size
         for run in _runs(source, count, call.size):
@@ -153,19 +153,19 @@ def _reduce_in_rounds(call: MpiCall, rows: torch.Tensor, reduction: Reduction) -
 
 
 def _rounds(size: int) -> list[tuple[int, int]]:
-    """For each round of a gather: how many rows a rank has, and how many it gets."""
+    """Return for each round of a gather how many rows a rank has, and how many it gets."""
     begins = [1 << round_ for round_ in range((size - 1).bit_length())]
     return [(known, min(known, size - known)) for known in begins]
 
 
 def _runs(begin: int, count: int, size: int) -> list[slice]:
-    """`count` of `size` rows from `begin` on, where the first follows the last."""
+    """Return `count` of `size` rows from `begin` on, where the first follows the last."""
     end = begin + count
     return [slice(begin, end)] if end <= size else [slice(begin, size), slice(end - size)]
 
 
 def _reduce_in_pairs(call: MpiCall, pieces: Tensors, output: torch.Tensor, reduction: Reduction) -> Steps:
-    """``reduce_scatter`` where each rank sends to all others.
+    """Do as ``reduce_scatter``. Each rank sends to all others.
 
     A rank offers all of its pieces at once, in chunks, and takes those of the others one after the other: while one is
     added, two are on their way. So no rank waits for another that computes, once that has begun. It needs little
@@ -227,7 +227,7 @@ def all_reduce(call: MpiCall, tensor: torch.Tensor, reduction: Reduction, topolo
 
 
 def _all_reduce_by_nodes(call: MpiCall, tensor: torch.Tensor, reduction: Reduction, topology: Topology) -> Steps:
-    """As ``all_reduce``, with equally many ranks on each node. Between nodes travel sums of whole nodes."""
+    """Do as ``all_reduce``, with equally many ranks on each node. Between nodes travel sums of whole nodes."""
     place = topology.local_rank(call.rank)
     node = call.among(topology.node_of(call.rank))
     counterparts = call.among([ranks[place] for ranks in topology.nodes])
@@ -328,7 +328,7 @@ _single_ranks = functools.cache(functools.partial(Topology.regular, ranks_per_no
 
 
 def _others(call: MpiCall) -> Iterator[int]:
-    """All other ranks. Each rank begins with another one."""
+    """Yield all other ranks. Each rank begins with another one."""
     for distance in range(1, call.size):
         yield (call.rank + distance) % call.size
 

@@ -53,7 +53,7 @@ def _address_and_size(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[list[Any]]:
-    """The tensor's bytes, as mpi4py takes buffers."""
+    """Yield the tensor's bytes, as mpi4py takes buffers."""
     address, nbytes = _address_and_size(tensor)
     for begin in range(0, nbytes, _PART_BYTES):
         count = min(_PART_BYTES, nbytes - begin)
@@ -214,11 +214,11 @@ class Receive:
         self._requests: list[tuple[MPI.Request, list[Any]]] = []
 
     def is_complete(self) -> bool:
-        """Whether all bytes have been received."""
+        """Return whether all bytes have been received."""
         return self.is_matched and self._test()
 
     def is_ready(self) -> bool:
-        """Whether it can match the next message: the header says which one that is."""
+        """Return whether it can match the next message: the header says which one that is."""
         return self._test() or (self._parts is not None and self.mismatch is None)
 
     def match(self, message: MPI.Message, source: int, nbytes: int) -> None:
@@ -247,7 +247,7 @@ class Receive:
             abandoned.append((self._requests, self.source, self._tensor))
 
     def _test(self) -> bool:
-        """Whether all matched messages have been received."""
+        """Return whether all matched messages have been received."""
         while self._requests:
             if not self._requests[-1][0].Test():
                 return False
@@ -329,7 +329,7 @@ class MessageMatcher:
             queue.posted.append(receive)
 
     def test(self, receive: Receive) -> bool:
-        """Whether a posted receive is complete. Matches the messages that have arrived from its source."""
+        """Return whether a posted receive is complete. Matches the messages that have arrived from its source."""
         with self._lock:
             if self._cancelled:
                 self._drop_cancelled()
@@ -367,7 +367,7 @@ class MessageMatcher:
             self._can_match(target, queue)
 
     def _can_match(self, begun: Receive, queue: _TagQueue) -> bool:
-        """Whether the next message of the source of `begun` can be matched."""
+        """Return whether the next message of the source of `begun` can be matched."""
         is_ready = begun.is_ready()
         if begun.is_matched:
             del queue.begun[begun.source]
@@ -484,7 +484,7 @@ class Requests:
         return sorted(unsent.union(rank for rank in awaited if rank is not None))
 
     def _test(self) -> bool:
-        """Whether all requests are complete."""
+        """Return whether all requests are complete."""
         misses = 0
         while misses < min(len(self._receives), _POLLED_RECEIVES):
             receive = self._receives[0]

@@ -98,14 +98,14 @@ def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[torch.Tensor | N
 
 
 def identity(fd: int) -> tuple[int, int]:
-    """What tells an open file from all others."""
+    """Return what tells an open file from all others."""
     found = os.fstat(fd)
     return found.st_ino, found.st_dev
 
 
 @torch.inference_mode(False)  # it outlives the call
 def map_fd(fd: int, nbytes: int) -> torch.Tensor:
-    """The bytes of an open file as memory, which stays when the file is closed."""
+    """Return the bytes of an open file as memory, which stays when the file is closed."""
     # Unlike mmap.mmap this keeps no file descriptor open: processes may have few.
     return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
 
@@ -195,7 +195,7 @@ class NodeMemory:
 
     @property
     def mine(self) -> torch.Tensor:
-        """This rank's region."""
+        """Return this rank's region."""
         return self.regions[self._mine]
 
     @property
@@ -273,7 +273,7 @@ class PeersReached:
 
 
 def fit_label(label: str, nbytes: int) -> bytes:
-    """A label in `nbytes` bytes. One that is too long is cut, and ends with a digest of the whole."""
+    """Return a label in `nbytes` bytes. One that is too long is cut, and ends with a digest of the whole."""
     text = label.encode()
     if len(text) > nbytes:
         mark = b"..." + hashlib.blake2b(text, digest_size=6).hexdigest().encode()

@@ -32,17 +32,17 @@ class NodeView:
         return self.topology.node_rank(self.rank)
 
     def proxies(self) -> Iterator[tuple[int, int]]:
-        """Each other node, with the rank there that exchanges with this one."""
+        """Yield each other node, with the rank there that exchanges with this one."""
         for node in range(self.topology.num_nodes):
             if node != self.home:
                 yield node, self.topology.proxy(self.rank, node)
 
     def unless_failed(self, call: MpiCall, condition: Condition) -> Condition:
-        """The condition. Where nodes exchange messages, it also raises if the call fails on another rank."""
+        """Return the condition. Where nodes exchange messages, it also raises if the call fails on another rank."""
         return condition if self.topology.num_nodes == 1 else UnlessFailed(call, condition)
 
     def owner(self, rank: int) -> int:
-        """The local rank of the neighbour that reduces the piece of `rank`."""
+        """Return the local rank of the neighbour that reduces the piece of `rank`."""
         return self.topology.local_rank(self.topology.proxy(rank, self.home))
 
 
@@ -143,7 +143,7 @@ def _exchange_between_nodes(call: MpiCall, node: NodeView, pieces: Tensors, mine
 
 
 def _in_all_regions(memory: NodeMemory, piece: torch.Tensor) -> list[torch.Tensor]:
-    """The counterparts of a view of this rank's region, in all regions of the node."""
+    """Return the counterparts of a view of this rank's region, in all regions of the node."""
     return [_in_region(memory, place, piece) for place in range(len(memory.regions))]
 
 

@@ -60,7 +60,7 @@ class _Turn:
 
 
 def pays(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is large enough for ``all_reduce``."""
+    """Return whether a tensor is large enough for ``all_reduce``."""
     return tensor.numel() * tensor.element_size() >= _LEAST_BYTES
 
 
@@ -103,7 +103,7 @@ def _reduce_parts(call: MpiCall, memory: NodeMemory, tensor: torch.Tensor, reduc
     regions = [region.view(tensor.dtype).chunk(_PARTS) for region in memory.regions]
 
     def staged(number: int) -> list[Tensors]:
-        """For each rank its pieces of a part in shared memory."""
+        """Return for each rank its pieces of a part in shared memory."""
         numel = parts[number].numel()
         return [region[number % _PARTS][:numel].tensor_split(call.size) for region in regions]
 
@@ -134,7 +134,7 @@ def _reduce_parts(call: MpiCall, memory: NodeMemory, tensor: torch.Tensor, reduc
 
 
 def _share(call: MpiCall, nbytes: int) -> Generator[Condition, None, torch.Tensor | None]:
-    """Memory that all ranks have mapped, None if one could not. The lowest rank makes it, without a name."""
+    """Return memory that all ranks have mapped, None if one could not. The lowest rank makes it, without a name."""
     made, memory, found = -1, None, torch.zeros(_PATH_BYTES, dtype=torch.uint8)
     try:
         if call.rank == 0:
