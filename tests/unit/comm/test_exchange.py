@@ -1,6 +1,6 @@
 """The algorithms of messages, for any number of ranks in one process.
 
-Results, and the messages that docs/explanation/scaling.md counts.
+Results, and the messages that docs/explanation/scaling.md counts. (pytest-mpi skips what is in a folder named mpi.)
 """
 
 from collections import defaultdict, deque
