@@ -193,14 +193,16 @@ class Communicator:
         return self._barrier(async_op)
 
     @_compat.outside_of_modes
-    def labelled_barrier(self, label: str) -> None:
+    def labelled_barrier(self, label: str, flag: bool = False) -> bool:
         """Wait for all ranks, and raise on each of them, naming both labels, if one has another label.
+
+        Returns:
+            Whether any rank has set `flag`.
 
         Raises:
             CommunicationError: the labels differ.
         """
-        if self.size > 1:
-            self._labelled_barrier(label)
+        return self._labelled_barrier(label, flag) if self.size > 1 else flag
 
     # Collectives on small, picklable Python objects
 
@@ -256,7 +258,7 @@ class Communicator:
     def _barrier(self, async_op: bool) -> Work | None:
         raise NotImplementedError
 
-    def _labelled_barrier(self, label: str) -> None:
+    def _labelled_barrier(self, label: str, flag: bool) -> bool:
         raise NotImplementedError
 
     def _all_gather_object(self, value: Any) -> list[Any]:

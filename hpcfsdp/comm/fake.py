@@ -32,8 +32,8 @@ class FakeCommunicator(Communicator):
     def _barrier(self, async_op: bool) -> Finished | None:
         return _work(async_op)
 
-    def _labelled_barrier(self, label: str) -> None:
-        pass
+    def _labelled_barrier(self, label: str, flag: bool) -> bool:
+        return flag
 
     def _all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size

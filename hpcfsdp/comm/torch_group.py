@@ -85,18 +85,18 @@ class TorchGroupCommunicator(Communicator):
         with timeline.waiting("barrier"):
             return _ended(dist.barrier(self.group, async_op), async_op)
 
-    def _labelled_barrier(self, label: str) -> None:
+    def _labelled_barrier(self, label: str, flag: bool) -> bool:
         digest = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=7).digest(), "little")
-        mine = torch.tensor([digest], device=self.device)
-        everyone = torch.empty(self.size, dtype=mine.dtype, device=self.device)
+        mine = torch.tensor([digest, flag], device=self.device)
+        everyone = torch.empty(2 * self.size, dtype=mine.dtype, device=self.device)
         with timeline.waiting(label):
             self.all_gather_into_tensor(everyone, mine)
-            agree = bool(everyone.eq(mine).all())
-        if agree:
-            return
-        for peer, theirs in enumerate(self.all_gather_object(label)):
-            if theirs != label:
-                raise DifferentCallsError(f"rank {self.rank} calls {label}, but rank {peer} calls {theirs}")
+            digests, flags = everyone.view(-1, 2).T.tolist()
+        if digests.count(digest) != self.size:
+            for peer, theirs in enumerate(self.all_gather_object(label)):
+                if theirs != label:
+                    raise DifferentCallsError(f"rank {self.rank} calls {label}, but rank {peer} calls {theirs}")
+        return any(flags)
 
     def _all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

@@ -157,8 +157,8 @@ class Order:
                 del node.parent.children[node.event]
                 node = node.parent
 
-    def meet(self, comm: Communicator, label: str, following: Event | None = None) -> None:
-        """Wait for all ranks. Collective over `comm`.
+    def meet(self, comm: Communicator, label: str, *, following: Event | None = None, flag: bool = False) -> bool:
+        """Wait for all ranks. Return whether any of them has set `flag`. Collective over `comm`.
 
         Args:
             comm: some of the ranks that have to keep the same order, or all.
@@ -170,7 +170,7 @@ class Order:
             DifferentCallsError: the labels differ for another reason.
         """
         try:
-            comm.labelled_barrier(label)
+            return comm.labelled_barrier(label, flag)
         except CrossedCallsError:  # the others are in another call
             raise
         except DifferentCallsError as error:
@@ -200,7 +200,7 @@ class Order:
         text = self._text(event, depth)
         store = _compat.default_store() if self.iterations > 1 else None
         if store is None:
-            self.meet(self._comm, text, event)
+            self.meet(self._comm, text, following=event)
             return
         label = self._label_of(event, self._at)
         digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

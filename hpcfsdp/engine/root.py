@@ -349,16 +349,22 @@ class Root:
         copied = [flat for flat in self._changeable if flat.pop_copied()]  # later than the event
         self.context.shards_written = self._streams.record(Stream.COMPUTE) if copied or event is None else event
 
-    def _meet(self, what: str, unit: Unit | None = None) -> None:
-        """Collective. Wait for all ranks. All raise unless they have done the same since the pass began."""
-        if not self._meeting:
-            return
+    def _meet(self, what: str, unit: Unit | None = None, *, flag: bool = False) -> list[Communicator]:
+        """Wait for all ranks. All raise unless they have done the same since the iteration began. Collective.
+
+        Returns:
+            The communicators in which a rank has set `flag`.
+        """
+        flagged = []
         where = f" of {unit.name!r}" if unit is not None else ""
         mode = "" if torch.is_grad_enabled() or self.in_backward else " without gradients"
         for comm in self._meeting:
             # Ranks that share units inside alone have made other models, and count them differently.
             step = self._order.step if comm in self._counted_by else f"step {self._order.iterations}"
-            self._order.meet(comm, f"{what}{where}{mode}, {step}, order {self._order.digest or 'new'}")
+            text = f"{what}{where}{mode}, {step}, order {self._order.digest or 'new'}"
+            if self._order.meet(comm, text, flag=flag):
+                flagged.append(comm)
+        return flagged
 
     def _reshard(self, units: Iterable[Unit]) -> None:
         for unit in units:
@@ -470,8 +476,9 @@ class Root:
         if self._host_shards:
             streams.wait(Stream.HOST, streams.record(Stream.GATHER), Wait.SHARDS_READ)
         self._unbind()
-        self._meet("end of the backward")
-        self._store_grads()
+        reduced = [unit for unit in self.units if unit.owes_grads and not unit.keeps_back]
+        has_all = all(grad.has_all for unit in reduced for grad in unit.grads)
+        self._store_grads(reduced, self._meet("end of the backward", flag=has_all))
         self._called.clear()
         for unit in self.units:
             unit.end_backward()
@@ -479,13 +486,17 @@ class Root:
         for unit in self.units:
             unit.run_hooks()
 
-    def _store_grads(self) -> None:
-        owing = [unit for unit in self.units if unit.owes_grads]
-        for grad in (grad for unit in owing if unit.keeps_back for grad in unit.grads):
-            grad.show_held()
+    def _store_grads(self, reduced: Sequence[Unit], have_all: Collection[Communicator]) -> None:
+        """Store the gradients of `reduced` units as ``grad``, and show those that others hold.
+
+        Args:
+            have_all: a rank of each of these has used all leaves. Others ask each other which ones they have used.
+        """
+        for unit in self.units:
+            for grad in unit.grads if unit.owes_grads and unit.keeps_back else ():
+                grad.show_held()
         self.context.reductions.release()
-        reduced = [unit for unit in owing if not unit.keeps_back]
-        used = iter(_used_anywhere([grad for unit in reduced for grad in unit.grads], self._host, self._lines))
+        used = iter(self._used_anywhere([grad for unit in reduced for grad in unit.grads], have_all))
         for unit in reduced:
             by_grad = [next(used) for _ in unit.grads]
             for grad, used_leaves in zip(unit.grads, by_grad, strict=True):
@@ -495,44 +506,40 @@ class Root:
             elif unit.is_trained and any(param.requires_grad for grad in unit.grads for param in grad.flat.stepped):
                 self._has_trained.setdefault(unit, False)  # it required gradients then, and does now
 
+    @_compat.outside_of_modes
+    def _used_anywhere(self, grads: Sequence[FlatGrad], have_all: Collection[Communicator]) -> list[Sequence[bool]]:
+        """For each gradient, by leaf, whether any rank has used the leaf. Collective unless that is known."""
+        found: list[Sequence[bool]] = [grad.used for grad in grads]
+        groups: dict[tuple[Communicator, Communicator | None], list[int]] = {}
+        for index, grad in enumerate(grads):
+            if grad.flat.comm.size > 1 or grad.flat.replicas is not None:  # other ranks contribute
+                groups.setdefault((grad.flat.comm, grad.flat.replicas), []).append(index)
+        for (shards, replicas), members in groups.items():
+            over = [
+                comm for comm in (grads[members[0]].flat.reduce_comm, replicas) if comm is not None and comm.size > 1
+            ]
+            if self._host is not None and (shards, replicas) == self._lines:
+                over = [self._host]  # the device need not be asked
+            if len(over) == 1 and over[0] in have_all:
+                for index in members:
+                    found[index] = grads[index].all_used
+                continue
+            mine = [used for index in members for used in grads[index].used]
+            device = over[0].device  # from pinned memory the copy does not hold up the program
+            anywhere = torch.tensor(mine, dtype=torch.uint8, pin_memory=device.type != "cpu")
+            anywhere = anywhere.to(device, non_blocking=True)
+            for comm in over:
+                comm.all_reduce(anywhere, "max")
+            if device.type != "cpu" and all(grads[index].has_all for index in members):
+                continue  # no need to wait for the device
+            everyone = [bool(used) for used in anywhere.tolist()]
+            for index in members:
+                count = len(grads[index].used)
+                found[index], everyone = everyone[:count], everyone[count:]
+        return found
+
 
 def _runs_backward(root: weakref.ref[Root]) -> bool:
     """Whether the calling thread is in a backward of units of a root."""
     found = root()
     return found is not None and found.in_backward and _compat.in_backward()
-
-
-@_compat.outside_of_modes
-def _used_anywhere(
-    grads: Sequence[FlatGrad],
-    host: Communicator | None,
-    host_lines: tuple[Communicator, Communicator | None] | None,
-) -> list[list[bool]]:
-    """Collective. For each gradient, by leaf, whether any rank has used the leaf.
-
-    Args:
-        host: all ranks of the root, through host memory.
-        host_lines: the same as shards and replicas.
-    """
-    found = [grad.used for grad in grads]
-    groups: dict[tuple[Communicator, Communicator | None], list[int]] = {}
-    for index, grad in enumerate(grads):
-        if grad.flat.comm.size > 1 or grad.flat.replicas is not None:  # other ranks contribute
-            groups.setdefault((grad.flat.comm, grad.flat.replicas), []).append(index)
-    for (shards, replicas), members in groups.items():
-        mine = [used for index in members for used in grads[index].used]
-        wanted = [leaf.requires_grad for index in members for leaf in grads[index].flat.leaves]
-        lines = [line for line in (grads[members[0]].flat.reduce_comm, replicas) if line is not None and line.size > 1]
-        if host is not None and (shards, replicas) == host_lines:
-            lines = [host]  # the device need not be asked
-        device = lines[0].device  # from pinned memory the copy does not hold up the program
-        anywhere = torch.tensor(mine, dtype=torch.uint8, pin_memory=device.type != "cpu").to(device, non_blocking=True)
-        for line in lines:
-            line.all_reduce(anywhere, "max")
-        if device.type != "cpu" and all(used or not want for used, want in zip(mine, wanted, strict=True)):
-            continue  # no need to wait for the device
-        everyone = [bool(used) for used in anywhere.tolist()]
-        for index in members:
-            count = len(grads[index].used)
-            found[index], everyone = everyone[:count], everyone[count:]
-    return found

@@ -200,6 +200,16 @@ class FlatGrad:
         return self.flat.replicas is not None and not self.options.over_replicas
 
     @property
+    def all_used(self) -> list[bool]:
+        """``used`` if all leaves that require a gradient have had one."""
+        return [used or leaf.requires_grad for used, leaf in zip(self.used, self.flat.leaves, strict=True)]
+
+    @property
+    def has_all(self) -> bool:
+        """Whether all leaves that require a gradient have had one."""
+        return all(self.used) or self.used == self.all_used
+
+    @property
     def has_waiting(self) -> bool:
         """Whether leaves have gradients, or ``no_sync`` holds some."""
         return self.held is not None or any(leaf.grad is not None for leaf in self.flat.leaves)

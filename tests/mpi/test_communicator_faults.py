@@ -30,13 +30,14 @@ def breakable(request, world, gloo, make_comm):
     return make_comm(topology, timeout_s=60, compare_calls=request.param == "compared")
 
 
-def test_a_labelled_barrier_waits_for_all_ranks(world, breakable):
+def test_a_labelled_barrier_waits_for_all_ranks_and_tells_whether_one_has_set_a_flag(world, breakable):
     dice = random.Random(world.rank)
     for turn in range(30):
         if dice.random() < 0.3:
             time.sleep(dice.random() * 0.003)
         arrived_s = time.monotonic()
-        breakable.labelled_barrier(f"turn {turn}")
+        flags = [random.Random(turn * world.size + rank).random() < 0.3 for rank in range(world.size)]
+        assert breakable.labelled_barrier(f"turn {turn}", flags[world.rank]) is any(flags)
         left_s = time.monotonic()
         assert max(world.comm.allgather(arrived_s)) <= left_s
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hpcfsdp import checkpoint
+from hpcfsdp.comm.communicator import Communicator
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.engine.backward import ForwardCall
 from hpcfsdp.errors import CommunicationError, DisagreementError, EngineError
@@ -464,3 +465,46 @@ def test_a_root_of_fewer_ranks_than_a_unit_inside_cannot_clip(several):
     sharded = FullyShardedDataParallel(nn.Sequential(linear(), inner), FakeCommunicator())
     with pytest.raises(EngineError, match=r"sharded over more ranks than the root \(1\)"):
         sharded.clip_grad_norm_(1.0)
+
+
+class Detaching(nn.Module):
+    """Its second layer gets no gradient on ranks that do not use it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x, uses):
+        second = self.second(x)
+        return self.first(x) + (second if uses else second.detach())
+
+
+@CARRIERS
+@ORIGINAL
+def test_ranks_ask_each_other_what_was_used_only_if_none_has_used_everything(
+    several, groups, comm, carrier, original, monkeypatch
+):
+    asked, all_reduce = [], Communicator.all_reduce
+
+    def noted(over, tensor, op, **options):
+        asked.append(op)
+        return all_reduce(over, tensor, op, **options)
+
+    monkeypatch.setattr(Communicator, "all_reduce", noted)
+    plain = Detaching()
+    sharded = wrap(plain_copy(plain), groups[carrier], nn.Linear, use_orig_params=original)
+    for ranks in (range(comm.size), [0], [comm.size - 1], []):
+        parts = vectors(0).chunk(comm.size)
+        sum(plain(x, rank in ranks).square().mean() for rank, x in enumerate(parts)).div(comm.size).backward()
+        sharded(parts[comm.rank], comm.rank in ranks).square().mean().backward()
+        assert asked == ([] if ranks else ["max"])
+        with FullyShardedDataParallel.summon_full_params(sharded, with_grads=True):
+            for (name, param), wanted in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+                grad = torch.zeros_like(wanted) if param.grad is None else param.grad
+                torch.testing.assert_close(
+                    grad, torch.zeros_like(wanted) if wanted.grad is None else wanted.grad, **CLOSE
+                )
+                assert (param.grad is None) == (wanted.grad is None), name
+        plain.zero_grad()
+        sharded.zero_grad()
+        asked.clear()

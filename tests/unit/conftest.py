@@ -103,11 +103,12 @@ class ThreadComm(Communicator):
         self._exchange(None)
         return Finished() if async_op else None
 
-    def labelled_barrier(self, note):
-        notes = self._exchange(note)
+    def labelled_barrier(self, note, flag=False):
+        notes, flags = zip(*self._exchange((note, flag)), strict=True)
         for rank, other in enumerate(notes):
             if other != notes[0]:
                 raise CommunicationError(f"rank 0 comes with {notes[0]}, rank {rank} with {other}")
+        return any(flags)
 
     def all_gather_object(self, value):
         return [pickle.loads(text) for text in self._exchange(pickle.dumps(value))]

@@ -210,10 +210,10 @@ class MpiCommunicator(Communicator):
         self._check_open("barrier")
         return self._run("barrier", async_op, exchange.barrier)
 
-    def _labelled_barrier(self, label: str) -> None:
+    def _labelled_barrier(self, label: str, flag: bool) -> bool:
         self._check_open("labelled_barrier")
         try:
-            self._compare_labels(f"{_BARRIER}{label}")
+            return self._compare_labels(f"{_BARRIER}{label}", flag)
         except CommunicationError as error:
             (text,) = error.args
             error.args = (text.replace(_BARRIER, ""),)
@@ -221,15 +221,17 @@ class MpiCommunicator(Communicator):
                 raise CrossedCallsError(*error.args) from None  # the other rank makes another call: it cannot be asked
             raise
 
-    def _compare_labels(self, label: str) -> None:
+    def _compare_labels(self, label: str, flag: bool) -> bool:
         if self.topology.num_nodes > 1:
-            call = self._call(label)
-            self._start(exchange.barrier(call), label, number=call.sequence)
-            return
+            call, flags = self._call(label), torch.zeros(self.size, dtype=torch.uint8)
+            flags[self.rank] = flag
+            self._start(exchange.gather_small(call, flags), label, number=call.sequence)
+            return bool(flags.any())
         if self._barrier_memory is None:
-            self._barrier_memory = self._memory_of(self.alloc(self.size, torch.uint8, gathered=True), gathered=True)
+            self._barrier_memory = self._memory_of(self.alloc(2 * self.size, torch.uint8, gathered=True), gathered=True)
         self._count(label)
-        self._start(shared.labelled_barrier(self._barrier_memory, label), label, number=self._calls)
+        self._start(shared.labelled_barrier(self._barrier_memory, label, self.rank, flag), label, number=self._calls)
+        return bool(shared.barrier_flags(self._barrier_memory).any())
 
     # Messages between two ranks
 

@@ -93,6 +93,15 @@ def barrier(call: MpiCall) -> Steps:
         yield from _gather_in_rounds(call, torch.empty(call.size, 0))
 
 
+def gather_small(call: MpiCall, values: torch.Tensor) -> Steps:
+    """`values`, one for each rank, become those of their ranks."""
+    rows = values.view(call.size, 1)
+    if call.size <= _MOST_PAIRS:
+        yield from all_to_all(call, list(rows), [rows[call.rank]] * call.size)
+    else:
+        yield from _gather_in_rounds(call, rows)
+
+
 def wait_for(call: MpiCall, ranks: Sequence[int]) -> Steps:
     """Wait for all of `ranks`. Errors name the ranks that are missing, and those that make another call."""
     nothing, requests = torch.empty(0), Requests(call)

@@ -46,12 +46,21 @@ class NodeView:
         return self.topology.local_rank(self.topology.proxy(rank, self.home))
 
 
-def labelled_barrier(memory: NodeMemory, label: str) -> Steps:
-    """Wait until all neighbours are here, with the same label."""
+def labelled_barrier(memory: NodeMemory, label: str, rank: int, flag: bool) -> Steps:
+    """Wait until all neighbours are here, with the same label. Then ``barrier_flags`` are those of all ranks."""
     with _exclusive(memory):
         memory.epoch += 1
+        barrier_flags(memory)[rank] = flag
         memory.arrive(label)
         yield memory.all_arrived()
+
+
+def barrier_flags(memory: NodeMemory) -> torch.Tensor:
+    """The flags of the last ``labelled_barrier``, by rank.
+
+    Two for each rank in turn: a neighbour may be one barrier ahead before this rank has read its last one.
+    """
+    return memory.mine.view(-1, 2)[:, memory.epoch % 2]
 
 
 def all_gather(call: MpiCall, node: NodeView, whole: torch.Tensor, shard: torch.Tensor) -> Steps:

@@ -54,7 +54,8 @@ def no_store(monkeypatch):
 def alone(size=2, confirm=True):
     """The order of rank 0, and the notes with which it meets the others."""
     notes = []
-    return Order(SimpleNamespace(rank=0, size=size, labelled_barrier=notes.append), "7", confirm=confirm), notes
+    comm = SimpleNamespace(rank=0, size=size, labelled_barrier=lambda note, _flag: notes.append(note))
+    return Order(comm, "7", confirm=confirm), notes
 
 
 def go(order, *events):
@@ -118,7 +119,7 @@ def test_a_new_path_is_confirmed_in_the_store_once_all_ranks_reach_it(run_ranks,
         order, met, known = Order(comm, "7", confirm=True), [], []
         go(order, A, B)
         go(order, A, B)
-        comm.labelled_barrier = met.append
+        comm.labelled_barrier = lambda note, _flag: met.append(note)
         for path in ((A, C), (A, C), (A, B), (A, C)):
             go(order, *path)
             comm.barrier()
@@ -185,7 +186,7 @@ def test_a_pass_that_goes_on_where_others_ended_raises(store, impatient):
 def test_the_same_event_of_another_step_or_engine_is_another_event(store, impatient):
     keys = []
     for label in ("7", "8"):
-        order = Order(SimpleNamespace(rank=0, size=2, labelled_barrier=lambda note: None), label, confirm=True)
+        order = Order(SimpleNamespace(rank=0, size=2, labelled_barrier=lambda note, _flag: None), label, confirm=True)
         go(order, A)
         for _ in range(2):
             order.begin()
