@@ -281,7 +281,7 @@ def _name(param: Any) -> str:
 
 
 def _check_param(param: Any) -> None:
-    """Raises a UsageError unless this rank has the whole parameter, of real numbers."""
+    """Raise a UsageError unless this rank has the whole parameter, of real numbers."""
     tensor = _tensor(param)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"Muon: a parameter is of {type(tensor).__name__}: give tensors")

@@ -17,7 +17,8 @@ from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import EngineError, StateDictError
 from hpcfsdp.optim.whole_params import WholeParam, local_grad, local_part
-from hpcfsdp.reshard.owners import Finish, OwnerExchange, Sharding, TensorOf, all_of
+from hpcfsdp.reshard.owners import OwnerExchange, Sharding, TensorOf
+from hpcfsdp.reshard.redistribute import Finish, all_of
 from hpcfsdp.state.optim.compare import RankState, StateInfo, allgather_state_info, convert_all_state_info
 from hpcfsdp.state.tensors import TensorInfo, is_whole_state, mark_whole_state
 from hpcfsdp.units.unit_mesh import GroupCache
@@ -63,9 +64,9 @@ class OwnedParams:
         owners: Sequence[int],
     ) -> None:
         self.comm, self.params, self.whole, self.owners = comm, params, whole, owners
-        self._moves = OwnerExchange(comm, shardings, owners)
-        self._views_shard = [cut.is_whole_on(owner) for cut, owner in zip(shardings, owners, strict=True)]
-        self._stays = [self._moves.stays(index) for index in range(len(shardings))]
+        self._exchange = OwnerExchange(comm, shardings, owners)
+        self._views_shard = [each.is_whole_on(owner) for each, owner in zip(shardings, owners, strict=True)]
+        self._stays = [self._exchange.stays(index) for index in range(len(shardings))]
         self._filled: set[int] = set()
         self._seen: dict[int, torch.Tensor] = {}
         self._is_checked = False
@@ -77,20 +78,16 @@ class OwnedParams:
 
     def owns(self, index: int) -> bool:
         """Return whether this rank owns a parameter."""
-        return self._moves.owns(index)
+        return self._exchange.owns(index)
 
     def shard(self, index: int) -> torch.Tensor:
-        """Return this rank's elements of a parameter, in place.
-
-        Raises:
-            EngineError: they are not those of a shard.
-        """
+        """Return this rank's elements of a parameter, in place."""
         each = self.params[index]
         local = local_part(each.param)
-        if local.numel() != self._moves.numel_here(index):
+        if local.numel() != self._exchange.numel_here(index):
             raise EngineError(
                 f"WholeTensors: rank {self.comm.rank} has {local.numel()} elements of {each.name!r} instead of its "
-                f"shard of {self._moves.numel_here(index)}: step outside of summon_full_params, and after the backward"
+                f"shard of {self._exchange.numel_here(index)}: step outside of summon_full_params, after the backward"
             )
         return local
 
@@ -105,7 +102,7 @@ class OwnedParams:
         with raise_together(self.control) if is_first else contextlib.nullcontext():
             mine = torch.zeros(3, count, dtype=torch.uint8)
             for index, each in enumerate(self.params):
-                if self._moves.numel_here(index) > 0 or not each.numel:
+                if self._exchange.numel_here(index) > 0 or not each.numel:
                     mine[0, index] = each.param.grad is not None
                     mine[1, index] = each.param.grad is None
             mine[2] = self._changed()
@@ -123,7 +120,7 @@ class OwnedParams:
                 continue
             if self.owns(index) and index not in self._filled:
                 found[index] = 1
-            elif self._moves.numel_here(index) and each.param.grad is not None:
+            elif self._exchange.numel_here(index) and each.param.grad is not None:
                 seen = self._seen.get(index)
                 if seen is None:
                     found[index] = 1
@@ -156,7 +153,7 @@ class OwnedParams:
         return [sorted(part) for part in parts]
 
     def gather_grads(self, chosen: Sequence[int], *, async_op: bool = False) -> Finish:
-        """Collective over `comm`. Give owners gradients of `chosen` parameters, see ``OwnerExchange.gather``."""
+        """Collective over `comm`. Give owners gradients of `chosen` parameters, once the result is called."""
         here = {
             index: local_grad(each.param).to(each.param.dtype)
             for index, each in ((index, self.params[index]) for index in chosen)
@@ -175,13 +172,10 @@ class OwnedParams:
             for index, grad in grads.items():
                 self.whole[index].grad = grad
 
-        if async_op:
-            return finish
-        finish()
-        return arrive
+        return finish
 
     def scatter_values(self, chosen: Sequence[int], *, async_op: bool = False) -> Finish:
-        """Collective over `comm`. Give all shards the values of `chosen` parameters that their owners have stepped."""
+        """Collective over `comm`. Give all shards values that owners have stepped, once the result is called."""
         for index in chosen:
             if self.owns(index):
                 self.whole[index].grad = None
@@ -191,29 +185,27 @@ class OwnedParams:
         def finish() -> None:
             arrive()
             for index in chosen:
-                if self._moves.numel_here(index):
+                if self._exchange.numel_here(index):
                     torch.autograd.graph.increment_version(self.params[index].param)
             self._note_values(chosen)
 
-        if async_op:
-            return finish
-        finish()
-        return arrive
+        return finish
 
     def _note_values(self, chosen: Iterable[int]) -> None:
         """Remember what owners know of this rank's shards."""
         for index in chosen:
-            if self._moves.numel_here(index) and not self._views_shard[index]:
+            if self._exchange.numel_here(index) and not self._views_shard[index]:
                 self._seen[index] = _fingerprint(self.shard(index))
 
     def _gather(self, chosen: Sequence[int], shard: TensorOf, whole: TensorOf, *, async_op: bool = False) -> Finish:
         return all_of(
-            self._moves.gather(alike, shard, whole, dtype, async_op=async_op) for dtype, alike in self._by_dtype(chosen)
+            self._exchange.gather(alike, shard, whole, dtype, async_op=async_op)
+            for dtype, alike in self._by_dtype(chosen)
         )
 
     def _scatter(self, chosen: Sequence[int], whole: TensorOf, shard: TensorOf, *, async_op: bool = False) -> Finish:
         return all_of(
-            self._moves.scatter(alike, whole, shard, dtype, async_op=async_op)
+            self._exchange.scatter(alike, whole, shard, dtype, async_op=async_op)
             for dtype, alike in self._by_dtype(chosen)
         )
 
@@ -271,9 +263,9 @@ class OwnedParams:
         """Collective over `comm`. Return the state that ranks have, by name; this rank has none of those in `empty`."""
         with raise_together(self.control) as exchange:
             names = [each.name for each in self.params]
-            packed = RankState([], dict(mine), empty, names=names, with_shapes=True).packed()
-            exchange.mine = packed.digests
-        gathered = allgather_state_info(self.control, packed, exchange.everyone)
+            message = RankState([], dict(mine), empty, names=names, with_shapes=True)
+            exchange.mine = message.digests
+        gathered = allgather_state_info(self.control, message, exchange.everyone)
         with raise_together(self.control):
             return convert_all_state_info(gathered)
 
@@ -298,7 +290,7 @@ class OwnedParams:
             else:
                 shards[index] = torch.empty(local.shape, dtype=dtype, device=_device_of_copies(local.device))
         moving = [index for index in chosen if not self._stays[index]]
-        self._moves.scatter(moving, lambda index: states[index][name].contiguous(), shards.__getitem__, dtype)
+        self._exchange.scatter(moving, lambda index: states[index][name].contiguous(), shards.__getitem__, dtype)
         params = {index: self.params[index].param for index in chosen}
         return {
             index: _compat.dtensor_like(params[index], shard) if isinstance(params[index], DTensor) else shard
@@ -360,7 +352,7 @@ class OwnedParams:
         empty = {
             each.name
             for index, each in enumerate(self.params)
-            if not given[index] and each.numel and not self._moves.numel_here(index)
+            if not given[index] and each.numel and not self._exchange.numel_here(index)
         }
         merged = self._merged(described, empty)
         found: dict[int, State] = {}
@@ -375,7 +367,7 @@ class OwnedParams:
                 moving = [index for index in chosen if not self._views_shard[index]]
                 shards = {index: local_part(given[index][name]) for index in moving if given[index]}
                 whole = {index: found[index][name] for index in moving if index in found}
-                self._moves.gather(moving, shards.__getitem__, whole.__getitem__, dtype)
+                self._exchange.gather(moving, shards.__getitem__, whole.__getitem__, dtype)
         return found
 
     def _described(self, index: int, name: str, value: Any, is_whole: bool) -> Any:
@@ -387,11 +379,11 @@ class OwnedParams:
         has_shape = is_whole_state(value) or shape == each.shape or isinstance(each.param, DTensor)
         if has_shape or (is_whole and (len(shape) > 1 or shape[0] in each.shape)):
             return TensorInfo(shape, value.dtype)
-        if value.numel() == self._moves.numel_here(index):
+        if value.numel() == self._exchange.numel_here(index):
             return TensorInfo(_with_dim(each.shape), value.dtype)
         raise StateDictError(
             f"WholeTensors: state {name!r} of {each.name!r} has shape {shape}, and rank {self.comm.rank} has "
-            f"{self._moves.numel_here(index)} of the elements of {each.shape}: a state dict of other ranks goes "
+            f"{self._exchange.numel_here(index)} of the elements of {each.shape}: a state dict of other ranks goes "
             "through optim_state_dict and optim_state_dict_to_load"
         )
 
@@ -399,7 +391,7 @@ class OwnedParams:
         """Return whether tensors are whole; None if that cannot be seen from those of this rank."""
         looks_cut = None
         for index, (each, state) in enumerate(zip(self.params, given, strict=True)):
-            here = self._moves.numel_here(index)
+            here = self._exchange.numel_here(index)
             for value in state.values():
                 if not isinstance(value, torch.Tensor) or not value.dim() or is_whole_state(value):
                     continue

@@ -18,7 +18,7 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import UsageError
 from hpcfsdp.params.layout import Box, FlatLayout
 from hpcfsdp.reshard.boxes import chunk_box
-from hpcfsdp.reshard.owners import BlockSharding, FlatSharding, Lattice, Sharding
+from hpcfsdp.reshard.owners import BlockSharding, FlatSharding, RanksByDim, Sharding
 from hpcfsdp.reshard.placements import mesh_boxes, rows_on_mesh
 from hpcfsdp.reshard.sharded_tensors import is_sharded
 from hpcfsdp.state.model import named_flat_params, units_of
@@ -57,7 +57,7 @@ class WholeParam:
 
 
 Known = dict[tuple[Any, ...], Any]
-"""Cuts and lattices that parameters have in common: with many ranks each takes time and memory."""
+"""Shardings, and ranks by dimension, that parameters have in common: with many ranks each takes time and memory."""
 
 
 def whole_params(model: nn.Module, *, joins_blocks: bool) -> dict[nn.Parameter, WholeParam]:
@@ -75,7 +75,7 @@ def whole_params(model: nn.Module, *, joins_blocks: bool) -> dict[nn.Parameter, 
     for unit in dtensor_units_in(model):
         for each in unit.own:
             param = each.param.sharded
-            found[param] = _of_rows(each, names.get(param, f"{unit.name}.{each.fqn}"), joins_blocks, known)
+            found[param] = _of_dtensor(each, names.get(param, f"{unit.name}.{each.fqn}"), joins_blocks, known)
     for param, name in names.items():
         if param not in found:
             found[param] = _of_plain(param, name, joins_blocks, known)
@@ -117,18 +117,18 @@ def _share_of_flat(
 ) -> tuple[Communicator, Sharding]:
     dims = _dims(mesh, divides=divides, joins_blocks=joins_blocks)
     if (mesh, dims) not in known:
-        known[mesh, dims] = Lattice.of(mesh.ranks_by_dim(*dims))
+        known[mesh, dims] = RanksByDim.of(mesh.ranks_by_dim(*dims))
     return _comm(mesh, dims), FlatSharding(layout, index, known[mesh, dims])
 
 
-def _of_rows(each: OwnDTensor, name: str, joins_blocks: bool, known: Known) -> WholeParam:
+def _of_dtensor(each: OwnDTensor, name: str, joins_blocks: bool, known: Known) -> WholeParam:
     shape = tuple(each.param.sharded.shape) if joins_blocks else each.shape
     has_blocks = each.block is not None and not joins_blocks
-    share = functools.partial(_share_of_rows, each, shape, joins_blocks, known)
+    share = functools.partial(_share_of_dtensor, each, shape, joins_blocks, known)
     return WholeParam(name, each.param.sharded, shape, share, _num_replicas(each.mesh), has_blocks)
 
 
-def _share_of_rows(
+def _share_of_dtensor(
     each: OwnDTensor, shape: tuple[int, ...], joins_blocks: bool, known: Known, divides: bool
 ) -> tuple[Communicator, Sharding]:
     mesh, param = each.mesh, each.param.sharded
@@ -137,12 +137,12 @@ def _share_of_rows(
     if joins_blocks or each.block is None:
         return comm, _block_sharding(comm, param, known)
     sizes = (shape[each.dim], *shape[: each.dim], *shape[each.dim + 1 :])  # chunks are of the first dimension
-    boxes, lattice = {}, mesh.ranks_by_dim(*dims)
+    boxes, ranks_by_dim = {}, mesh.ranks_by_dim(*dims)
     for shard in range(mesh.shard.size):
         box = chunk_box(sizes, mesh.shard.size, shard)
         if box is not None and box.numel:
             offsets, numbers = ((*part[1 : each.dim + 1], part[0], *part[each.dim + 1 :]) for part in box)
-            boxes.update(dict.fromkeys(lattice[:, shard, 0].tolist(), Box(offsets, numbers)))
+            boxes.update(dict.fromkeys(ranks_by_dim[:, shard, 0].tolist(), Box(offsets, numbers)))
     return comm, BlockSharding(shape, boxes)
 
 

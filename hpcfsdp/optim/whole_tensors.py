@@ -21,9 +21,11 @@ from hpcfsdp.errors import UsageError
 from hpcfsdp.optim.muon import ELEMENT_FLOPS, Muon, newton_schulz_flops
 from hpcfsdp.optim.owned import Flags, OwnedParams, State
 from hpcfsdp.optim.whole_params import WholeParam, local_grad, local_part, whole_params
-from hpcfsdp.reshard.owners import Sharding, all_of, choose_owners
+from hpcfsdp.reshard.owners import Sharding, choose_owners
+from hpcfsdp.reshard.redistribute import all_of
 from hpcfsdp.state.model import communicator_of, named_flat_params
 from hpcfsdp.state.optim.initial import needs_closure, states_of_first_step
+from hpcfsdp.state.optim.keys import hyper
 from hpcfsdp.state.optim.values import digest, picklable
 from hpcfsdp.state.tensors import is_whole_state, mark_whole_state
 from hpcfsdp.units.own import hidden_fqn, label
@@ -106,7 +108,7 @@ class WholeTensors(torch.optim.Optimizer):
         self._params: dict[nn.Parameter, nn.Parameter] = {}
         """The sharded parameters by those that the inner optimizer has."""
         self._mine: set[nn.Parameter] = set()
-        """Those of the inner optimizer that this rank steps."""
+        """The parameters of the inner optimizer that this rank steps."""
         new = self._plan(_as_groups(params))
         self._inner = self._make(new.groups)
         self._add(new)
@@ -161,7 +163,7 @@ class WholeTensors(torch.optim.Optimizer):
             facts_of_groups = [(len(group["params"]), _hyper_digest(group)) for group in trial.param_groups]
         assert_same(self._ranks, digest((facts, facts_of_groups)).hex(), "WholeTensors: its groups, by a hash,")
         numbers = {param: number for number, param in enumerate(empty)}
-        lines: dict[Communicator | None, list[_SharedParam]] = {}
+        by_comm: dict[Communicator | None, list[_SharedParam]] = {}
         cost = self._cost or _cost_of(trial)
         mine = set()
         for group in trial.param_groups:
@@ -171,17 +173,21 @@ class WholeTensors(torch.optim.Optimizer):
                     mine.add(number)
                     continue
                 flops = float(cost(each.shape, group))
-                comm, cut = each.share(self._divides(each, flops))
-                lines.setdefault(comm if comm.size > 1 else None, []).append(_SharedParam(number, comm, cut, flops))
+                comm, sharding = each.share(self._divides(each, flops))
+                by_comm.setdefault(comm if comm.size > 1 else None, []).append(
+                    _SharedParam(number, comm, sharding, flops)
+                )
         owners: dict[int, int] = {}
-        for line in lines.values():
-            comm = line[0].comm
-            costs = digest([each.flops for each in line]).hex()
+        for shared in by_comm.values():
+            comm = shared[0].comm
+            costs = digest([each.flops for each in shared]).hex()
             assert_same(comm, costs, "WholeTensors: the cost of its parameters, by a hash,")
-            move_cost = max(_move_cost(found[each.number].param) for each in line)
-            chosen = choose_owners([each.cut for each in line], [each.flops for each in line], comm.size, move_cost)
-            owners.update(zip((each.number for each in line), chosen, strict=True))
-            mine.update(each.number for each in line if owners[each.number] == comm.rank)
+            move_cost = max(_move_cost(found[each.number].param) for each in shared)
+            chosen = choose_owners(
+                [each.sharding for each in shared], [each.flops for each in shared], comm.size, move_cost
+            )
+            owners.update(zip((each.number for each in shared), chosen, strict=True))
+            mine.update(each.number for each in shared if owners[each.number] == comm.rank)
         whole = [
             _whole_param(each, local_part(each.param).device) if number in mine else empty[number]
             for number, each in enumerate(found)
@@ -190,13 +196,13 @@ class WholeTensors(torch.optim.Optimizer):
             _with_params(groups, whole),
             [
                 OwnedParams(
-                    line[0].comm,
-                    [found[each.number] for each in line],
-                    [each.cut for each in line],
-                    [whole[each.number] for each in line],
-                    [owners[each.number] for each in line],
+                    shared[0].comm,
+                    [found[each.number] for each in shared],
+                    [each.sharding for each in shared],
+                    [whole[each.number] for each in shared],
+                    [owners[each.number] for each in shared],
                 )
-                for line in lines.values()
+                for shared in by_comm.values()
             ],
             [(each, param) for each, param in zip(found, whole, strict=True) if each.share is None],
             {param: each.param for each, param in zip(found, whole, strict=True)},
@@ -256,7 +262,7 @@ class WholeTensors(torch.optim.Optimizer):
         """
         if _compat.is_step_for_state():
             if not (self._has_stepped or self._has_loaded):  # else ranks that own nothing are alone here
-                self.state, self._has_loaded = _state_of(self.initial_state()), True
+                self.state, self._has_loaded = collections.defaultdict(dict, self.initial_state()), True
             return None
         loss = None if closure is None else torch.enable_grad()(closure)()
         count = self._waves if self._has_stepped else 1
@@ -292,16 +298,12 @@ class WholeTensors(torch.optim.Optimizer):
             leave.append(all_of(owned.scatter_values(waves[number], async_op=is_async) for owned, waves in chosen))
         all_of(leave)()
         for group, own in zip(self._inner.param_groups, self.param_groups, strict=True):
-            own.update(_hyper(group))
+            own.update(hyper(group))
         self._take_inner_state()
         return loss
 
     def _step_first(self) -> None:
-        """Collective over all ranks of the model. Take a step that all ranks undo if it fails on one.
-
-        Raises:
-            UsageError: the optimizer looks at more than each parameter by itself.
-        """
+        """Collective over all ranks of the model. Take a step that all ranks undo if it fails on one."""
         inner = self._inner
         stepped = [whole for whole in self._mine if whole.grad is not None]
         before = [(whole, _on_host(whole), _on_host(dict(inner.state.get(whole, {})))) for whole in stepped]
@@ -338,7 +340,7 @@ class WholeTensors(torch.optim.Optimizer):
     def _set_inner(self) -> None:
         """Give the inner optimizer the groups and the state, which schedulers and checkpoints may have changed."""
         for group, own in zip(self._inner.param_groups, self.param_groups, strict=True):
-            group.update(_hyper(own))
+            group.update(hyper(own))
         self._inner.state = collections.defaultdict(dict)
         for whole in self._mine:
             if self._params[whole] in self.state:
@@ -400,15 +402,14 @@ class WholeTensors(torch.optim.Optimizer):
         for each, _ in self._alone:
             if each.param in given:
                 found[each.param] = {name: _compat.local_of(value) for name, value in given[each.param].items()}
-        self.state, self._has_loaded = _state_of(found), True
+        self.state, self._has_loaded = collections.defaultdict(dict, found), True
 
     def state_dict(self) -> dict[str, Any]:
         """Collective over all ranks of the model. Return groups, and state as ``shown_state`` has it.
 
         "whole_state" lists the tensors that are whole on each rank.
         """
-        own, shown = self.state, self.shown_state()
-        self.state = _state_of(shown)
+        own, self.state = self.state, collections.defaultdict(dict, self.shown_state())
         try:
             found = super().state_dict()
         finally:
@@ -449,7 +450,7 @@ class _SharedParam(NamedTuple):
 
     number: int
     comm: Communicator
-    cut: Sharding
+    sharding: Sharding
     flops: float
 
 
@@ -590,14 +591,9 @@ def _move_cost(param: torch.Tensor) -> float:
     return 2 * param.dtype.itemsize * (DEVICE_FLOPS_PER_BYTE if on_device else HOST_FLOPS_PER_BYTE)
 
 
-def _state_of(found: Mapping[nn.Parameter, State]) -> Any:
-    """As an optimizer has it."""
-    return collections.defaultdict(dict, found)
-
-
 def _hyper_digest(group: Mapping[str, Any]) -> bytes:
     """Return a digest of hyper-parameters; of values that cannot be pickled their type counts."""
-    return digest({key: picklable(value) for key, value in _hyper(group).items() if key != "param_names"})
+    return digest({key: picklable(value) for key, value in hyper(group).items() if key != "param_names"})
 
 
 def _on_host(value: Any) -> Any:
@@ -616,7 +612,3 @@ def _restore(state: dict[str, Any], before: Mapping[str, Any]) -> None:
             state[name].copy_(value)
         else:
             state[name] = value
-
-
-def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

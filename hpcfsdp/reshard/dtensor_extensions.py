@@ -1,14 +1,15 @@
 """Functions of a sharding engine for DTensors, under the names of ``torch.distributed.tensor.parallel.fsdp``.
 
-Blocks are exact, also of tensors that the number of ranks does not divide, and on meshes of any dimensions. Units split
-DTensors into blocks and join them with these functions, as programs do that call torch's.
+They are for programs that call torch's, also within torch's FSDP. The package itself calls none of them: it splits and
+joins DTensors by ``reshard.sharded_tensors``. Blocks are exact, also of tensors that the number of ranks does not
+divide, and on meshes of any dimensions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,29 +28,17 @@ from hpcfsdp._compat import (
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import chunk_box
-from hpcfsdp.reshard.placements import mesh_blocks
-from hpcfsdp.reshard.shard_metadata import copied, metadata_of_boxes
-from hpcfsdp.reshard.sharded_tensors import all_boxes, create_chunk_sharded_tensor, ranks_of_tensor
-
-
-class Placed(NamedTuple):
-    """How the tensor of a block is placed: ``pre_flatten_transform`` returns it for the way back."""
-
-    mesh: DeviceMesh
-    placements: tuple[Any, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
-def local_block(tensor: DTensor) -> torch.Tensor:
-    """Return this rank's block in its memory, which wants a gradient if `tensor` does. Not collective."""
-    return _compat.local_of(tensor).detach().requires_grad_(tensor.requires_grad)
-
-
-def as_dtensor(block: torch.Tensor, placed: Placed) -> DTensor:
-    """Return the ``DTensor`` of `block`, to which gradients come, redistributed to its placements. Not collective."""
-    mesh, placements, shape, stride = placed
-    return DTensor.from_local(block, mesh, placements, run_check=False, shape=shape, stride=stride)
+from hpcfsdp.reshard.sharded_tensors import (
+    Placed,
+    all_boxes,
+    as_dtensor,
+    blocks_of,
+    copied,
+    create_chunk_sharded_tensor,
+    local_block,
+    metadata_of_boxes,
+    ranks_of_tensor,
+)
 
 
 def chunk_tensor(
@@ -277,9 +266,6 @@ def get_box(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
 
     Not collective. Where the ranks do not divide a dimension the last blocks are smaller, or empty: see
     ``get_box_for``.
-
-    Raises:
-        ShardingError: see ``get_local_box``.
     """
     first = get_box_for(tensor, 0)[1]
     cut = {placement.dim % tensor.ndim for placement in tensor.placements if placement.is_shard()}
@@ -294,10 +280,6 @@ def get_box_for(tensor: DTensor, idx: int) -> tuple[torch.Size, torch.Size]:
 
     Returns:
         The offsets and the sizes. A block without elements begins at the end of the dimension.
-
-    Raises:
-        ShardingError: the mesh does not have this place, or a placement is not ``Replicate``, nor ``Shard`` along a
-            dimension of the tensor.
     """
     boxes = list(blocks_of(tensor).values())
     if not 0 <= idx < len(boxes):
@@ -306,24 +288,11 @@ def get_box_for(tensor: DTensor, idx: int) -> tuple[torch.Size, torch.Size]:
 
 
 def get_local_box(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
-    """Return where this rank's block begins, and its size. Not collective.
-
-    Raises:
-        ShardingError: this rank is not in the mesh, or see ``get_box_for``.
-    """
+    """Return where this rank's block begins, and its size. Not collective."""
     ranks = ranks_of_tensor(tensor)
     if dist.get_rank() not in ranks:
         raise ShardingError(f"rank {dist.get_rank()} has no block of a DTensor on the ranks {ranks}")
     return get_box_for(tensor, ranks.index(dist.get_rank()))
-
-
-def blocks_of(tensor: DTensor) -> dict[int, Box]:
-    """Return the block of each rank of a ``DTensor``'s mesh, in row-major order. Not collective.
-
-    Raises:
-        ShardingError: a placement is not ``Replicate``, nor ``Shard`` along a dimension of the tensor.
-    """
-    return mesh_blocks(tensor.shape, tensor.device_mesh.mesh, tensor.placements)
 
 
 def create_shard_md_from_dt(dt: DTensor, current_rank: int) -> ShardMetadata:
@@ -344,9 +313,6 @@ def create_sharded_tensor_md_from_dt(dt: DTensor, dt_pg: dist.ProcessGroup) -> S
 
     Args:
         dt_pg: the ranks of the mesh.
-
-    Raises:
-        ShardingError: the group has other ranks, or see ``get_box_for``.
     """
     members, ranks = dist.get_process_group_ranks(dt_pg), ranks_of_tensor(dt)
     if set(members) != set(ranks):

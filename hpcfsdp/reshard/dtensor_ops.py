@@ -25,7 +25,7 @@ _meshes: set[DeviceMesh] = set()
 
 
 def complete_operations_on(mesh: DeviceMesh) -> None:
-    """Not collective. From now on compute these operations on ``DTensor``s on this mesh as one process would."""
+    """Not collective. Compute these operations on ``DTensor``s on this mesh as one process would, from now on."""
     if not _meshes:
         aten = torch.ops.aten
         draws = [aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.bernoulli_.Tensor]
@@ -146,7 +146,7 @@ def _put(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     is_known = getattr(args[0], "device_mesh", None) in _meshes
     if not is_known or any(isinstance(each, DTensor) for each in (*args[1], args[2])):
         return NotImplemented
-    whole = full_tensor(args[0])  # the memory itself, if nothing is cut
+    whole = full_tensor(args[0])  # the memory itself, if nothing is sharded
     op(whole, *args[1:], **kwargs)
     if is_sharded(args[0]):
         fill_block(args[0], whole)
@@ -188,7 +188,7 @@ def _diagonal(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _warn_of_copy(tensor: Any, dim: int) -> None:
-    if _is_ours(tensor) and not torch.is_grad_enabled() and _cut_along(tensor, dim) is not None:
+    if _is_ours(tensor) and not torch.is_grad_enabled() and _mesh_dim_along(tensor, dim) is not None:
         warnings.warn(
             f"a view of a DTensor of shape {tuple(tensor.shape)} takes rows of several ranks, along dimension {dim}: "
             "torch makes a copy, and in-place changes of it are lost. Change the rows of each rank, in "
@@ -197,11 +197,11 @@ def _warn_of_copy(tensor: Any, dim: int) -> None:
         )
 
 
-def _cut_along(tensor: DTensor, dim: int) -> int | None:
-    """Return the dimension of the mesh along which a dimension of the tensor is cut, if nothing else is."""
-    cut = [place for place, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    is_plain = len(cut) == 1 and tensor.placements[cut[0]] == Shard(dim % tensor.dim())
-    return cut[0] if is_plain else None
+def _mesh_dim_along(tensor: DTensor, dim: int) -> int | None:
+    """Return the dimension of the mesh along which a dimension of the tensor is sharded, if nothing else is."""
+    sharded = [place for place, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    is_plain = len(sharded) == 1 and tensor.placements[sharded[0]] == Shard(dim % tensor.dim())
+    return sharded[0] if is_plain else None
 
 
 def _shown(tensor: DTensor, dim: int, rows: tuple[int, int], shape: Sequence[int], view: Callable[..., Any]) -> Any:
@@ -209,7 +209,7 @@ def _shown(tensor: DTensor, dim: int, rows: tuple[int, int], shape: Sequence[int
 
     That of this rank is a `view` of its block, given the block's first row: there stays what all ranks do to the rows.
     """
-    mesh_dim = None if torch.is_grad_enabled() or not _is_ours(tensor) else _cut_along(tensor, dim)
+    mesh_dim = None if torch.is_grad_enabled() or not _is_ours(tensor) else _mesh_dim_along(tensor, dim)
     if mesh_dim is None or not 0 <= rows[0] < rows[1] <= tensor.shape[dim]:
         return NotImplemented
     mesh, local = tensor.device_mesh, _compat.local_of(tensor)

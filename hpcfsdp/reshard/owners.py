@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,12 +17,12 @@ import torch
 from hpcfsdp.comm import Communicator
 from hpcfsdp.params.layout import Box, FlatLayout
 from hpcfsdp.reshard.boxes import run_boxes
-from hpcfsdp.reshard.redistribute import batches
+from hpcfsdp.reshard.redistribute import Finish, Views, all_of, batches, exchange
 
 Boxes = Sequence[Box]
 
 
-class Lattice(NamedTuple):
+class RanksByDim(NamedTuple):
     """Ranks along three dimensions.
 
     Attributes:
@@ -34,7 +34,7 @@ class Lattice(NamedTuple):
     places: np.ndarray
 
     @classmethod
-    def of(cls, ranks: np.ndarray) -> Lattice:
+    def of(cls, ranks: np.ndarray) -> RanksByDim:
         places = np.zeros((ranks.size, 3), np.int64)
         places[ranks.reshape(-1)] = np.stack(np.unravel_index(np.arange(ranks.size), ranks.shape), 1)
         return cls(ranks, places)
@@ -65,8 +65,7 @@ class Sharding(abc.ABC):
 
     @abc.abstractmethod
     def sends(self, rank: int, owner: int) -> bool:
-        """Return whether `rank`, which has elements, sends them where `owner` is to have all. Of copies one rank
-        sends."""
+        """Return whether `rank`, which has elements, sends them to `owner`. Of ranks with copies one sends."""
 
     @abc.abstractmethod
     def senders(self, owner: int) -> Iterator[tuple[int, Boxes]]:
@@ -87,14 +86,14 @@ class FlatSharding(Sharding):
     Of copies, those of the owner's own replica are sent, and of its own tensor-parallel rank where that has the block.
     """
 
-    def __init__(self, layout: FlatLayout, index: int, lattice: Lattice) -> None:
+    def __init__(self, layout: FlatLayout, index: int, ranks_by_dim: RanksByDim) -> None:
         """
         Args:
             layout: of any tensor-parallel rank.
             index: of the slot.
-            lattice: the ranks. With one tensor-parallel rank a block of the layout counts as the whole.
+            ranks_by_dim: the ranks. With one tensor-parallel rank a block of the layout counts as the whole.
         """
-        slot, (self._ranks, self._places) = layout.slots[index], lattice
+        slot, (self._ranks, self._places) = layout.slots[index], ranks_by_dim
         self._fqn, self._index, self._layout = slot.fqn, index, layout
         self._has_blocks = self._ranks.shape[2] > 1
         self._is_cut = self._has_blocks and slot.is_cut
@@ -103,7 +102,7 @@ class FlatSharding(Sharding):
 
     @cached_property
     def _firsts(self) -> list[int]:
-        """By tensor-parallel rank the first one with the same block."""
+        """The first tensor-parallel rank with the same block, by tensor-parallel rank."""
         block, size = self._layout.slots[self._index].block, self._ranks.shape[2]
         if block is None or not self._has_blocks:
             return [0] * size
@@ -128,17 +127,17 @@ class FlatSharding(Sharding):
         run = self._layout_of(tensor).param_run(self._fqn, shard)
         return [] if run is None else self._boxes_of(tensor, run.start, run.numel)
 
-    def _lines(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """For each tensor-parallel rank the ranks with runs, replicas x runs, and the edges of the runs."""
+    def _runs(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield for each tensor-parallel rank the ranks with runs, replicas x runs, and the edges of the runs."""
         for tensor in range(self._ranks.shape[2]):
             first, edges = self._layout_of(tensor).param_edges(self._fqn)
             yield tensor, self._ranks[:, first : first + len(edges) - 1, tensor], edges
 
     def shares(self) -> tuple[np.ndarray, np.ndarray]:
-        found = [(ranks.reshape(-1), np.tile(np.diff(edges), len(ranks))) for _, ranks, edges in self._lines()]
+        found = [(ranks.reshape(-1), np.tile(np.diff(edges), len(ranks))) for _, ranks, edges in self._runs()]
         return np.concatenate([ranks for ranks, _ in found]), np.concatenate([numels for _, numels in found])
 
-    def _line(self, owner: int, block: int) -> int:
+    def _sender(self, owner: int, block: int) -> int:
         """Return the tensor-parallel rank that sends a block."""
         tensor = int(self._places[owner][2])
         return tensor if self._firsts[tensor] == block else block
@@ -146,19 +145,19 @@ class FlatSharding(Sharding):
     def sends(self, rank: int, owner: int) -> bool:
         replica, _, tensor = self._places[rank].tolist()
         of_owner = int(self._places[owner][0])
-        return rank != owner and replica == of_owner and tensor == self._line(owner, self._firsts[tensor])
+        return rank != owner and replica == of_owner and tensor == self._sender(owner, self._firsts[tensor])
 
     def senders(self, owner: int) -> Iterator[tuple[int, Boxes]]:
         replica = int(self._places[owner][0])
-        chosen = {self._line(owner, block) for block in set(self._firsts)}
-        for tensor, ranks, edges in self._lines():
+        chosen = {self._sender(owner, block) for block in set(self._firsts)}
+        for tensor, ranks, edges in self._runs():
             if tensor in chosen:
                 for rank, start, end in zip(ranks[replica].tolist(), edges.tolist(), edges[1:].tolist(), strict=False):
                     if rank != owner:
                         yield rank, self._boxes_of(tensor, start, end - start)
 
     def copies(self) -> Iterator[tuple[int, Boxes]]:
-        for tensor, ranks, edges in self._lines():
+        for tensor, ranks, edges in self._runs():
             starts = edges.tolist()
             for start, end, alike in zip(starts, starts[1:], ranks.T.tolist(), strict=False):
                 boxes = self._boxes_of(tensor, start, end - start)
@@ -232,9 +231,6 @@ def choose_owners(shardings: Sequence[Sharding], costs: Sequence[float], size: i
     Args:
         costs: of each tensor to its owner.
         move_cost: of each element that the owner does not have, in the same unit.
-
-    Returns:
-        A rank for each tensor.
     """
     owners, loads = [0] * len(shardings), np.zeros(size)
     limit = (1 + SLACK) * sum(costs) / size
@@ -263,40 +259,28 @@ BATCH_NUMEL = 1 << 22
 TensorOf = Callable[[int], torch.Tensor]
 """The memory of a tensor by its number."""
 
-Views = dict[int, list[torch.Tensor]]
-"""Views by the rank that they are sent to, or received from."""
-
-Finish = Callable[[], None]
-"""Completes what has begun."""
-
-
-class _Peer(NamedTuple):
-    rank: int
-    boxes: Boxes
-
 
 class OwnerExchange:
-    """The moves between shards and owners that this rank takes part in. Made without a message."""
+    """What this rank sends and receives between shards and owners. Planned without a message."""
 
     def __init__(self, comm: Communicator, shardings: Sequence[Sharding], owners: Sequence[int]) -> None:
-        """Not collective.
-
+        """
         Args:
-            comm: the ranks, by which `cuts` and `owners` number them.
+            comm: the ranks, by which `shardings` and `owners` number them.
             owners: by tensor.
         """
         self.comm, self.shardings, self.owners = comm, shardings, owners
         rank = comm.rank
-        self._own = [cut.boxes(rank) for cut in shardings]
+        self._own = [sharding.boxes(rank) for sharding in shardings]
         self._has = {index for index, boxes in enumerate(self._own) if boxes}
-        self._senders: dict[int, list[_Peer]] = {}
-        self._copies: dict[int, list[_Peer]] = {}
+        self._senders: dict[int, list[tuple[int, Boxes]]] = {}
+        self._copies: dict[int, list[tuple[int, Boxes]]] = {}
         self._sends: set[int] = set()
-        for index, (cut, owner) in enumerate(zip(shardings, owners, strict=True)):
+        for index, (sharding, owner) in enumerate(zip(shardings, owners, strict=True)):
             if owner == rank:
-                self._senders[index] = [_Peer(*pair) for pair in cut.senders(rank)]
-                self._copies[index] = [_Peer(*pair) for pair in cut.copies() if pair[0] != rank]
-            elif index in self._has and cut.sends(rank, owner):
+                self._senders[index] = list(sharding.senders(rank))
+                self._copies[index] = [pair for pair in sharding.copies() if pair[0] != rank]
+            elif index in self._has and sharding.sends(rank, owner):
                 self._sends.add(index)
 
     def numel_here(self, index: int) -> int:
@@ -333,7 +317,7 @@ class OwnerExchange:
             of_shards, of_owners = self._views_by_rank(part, shard, whole, self._senders, self._sends)
             for view, own in self._kept(part, shard, whole):
                 view.copy_(own)
-            finishes.append(self._exchange(of_shards, of_owners, dtype, in_place=True, async_op=async_op))
+            finishes.append(exchange(self.comm, of_shards, of_owners, dtype, async_op=async_op))
         return all_of(finishes)
 
     @torch.no_grad()
@@ -347,7 +331,7 @@ class OwnerExchange:
             for view, own in self._kept(part, shard, whole):
                 own.copy_(view)
             # Shards may be in memory that ranks share: no message is received there.
-            finishes.append(self._exchange(of_owners, of_shards, dtype, in_place=False, async_op=async_op))
+            finishes.append(exchange(self.comm, of_owners, of_shards, dtype, in_place=False, async_op=async_op))
         return all_of(finishes)
 
     def _views_by_rank(
@@ -355,7 +339,7 @@ class OwnerExchange:
         part: Sequence[int],
         shard: TensorOf,
         whole: TensorOf,
-        peers: Mapping[int, Sequence[_Peer]],
+        peers: Mapping[int, Sequence[tuple[int, Boxes]]],
         taking_part: Container[int],
     ) -> tuple[Views, Views]:
         """Return views of this rank's shards by the owner, and of the tensors that it owns by the other rank.
@@ -368,8 +352,8 @@ class OwnerExchange:
         of_owners: Views = {}
         for index in part:
             if self.owns(index):
-                for peer in peers[index]:
-                    of_owners.setdefault(peer.rank, []).extend(self._views(index, whole(index), peer.boxes))
+                for rank, boxes in peers[index]:
+                    of_owners.setdefault(rank, []).extend(self._views(index, whole(index), boxes))
             elif index in taking_part:
                 of_shards.setdefault(self.owners[index], []).extend(self._own_views(index, shard(index)))
         return of_shards, of_owners
@@ -400,66 +384,3 @@ class OwnerExchange:
                 for view, own in zip(views, self._own_views(index, shard(index)), strict=True):
                     if view.data_ptr() != own.data_ptr():
                         yield view, own
-
-    def _exchange(
-        self,
-        out: Views,
-        into: Views,
-        dtype: torch.dtype,
-        *,
-        in_place: bool,
-        async_op: bool,
-    ) -> Finish:
-        """Collective over `comm`. Send and receive views by rank; `in_place` where a rank receives a single one."""
-        comm = self.comm
-        if comm.size == 1:
-            return _nothing_left
-        nothing = torch.empty(0, dtype=dtype, device=comm.device)
-        inputs = [_packed(out[rank], comm, dtype) if rank in out else nothing for rank in range(comm.size)]
-        outputs = [nothing] * comm.size
-        for rank, views in into.items():
-            kind = views[0].dtype, views[0].device
-            direct = in_place and len(views) == 1 and views[0].is_contiguous() and kind == (dtype, comm.device)
-            numel = sum(view.numel() for view in views)
-            outputs[rank] = views[0].view(-1) if direct else torch.empty(numel, dtype=dtype, device=comm.device)
-        work = comm.all_to_all(outputs, inputs, async_op=async_op)
-
-        @torch.no_grad()
-        def finish() -> None:
-            if work is not None:
-                work.wait()
-            inputs.clear()  # which had to stay until now
-            for rank, views in into.items():
-                values = outputs[rank]
-                if views[0].data_ptr() != values.data_ptr():
-                    for view, part in zip(views, values.split([view.numel() for view in views]), strict=True):
-                        view.copy_(part.view(view.shape))
-
-        if async_op:
-            return finish
-        finish()
-        return _nothing_left
-
-
-def _nothing_left() -> None:
-    pass
-
-
-def all_of(finishes: Iterable[Finish]) -> Finish:
-    """One completion of several calls, which begin now."""
-    begun = list(finishes)
-
-    def finish() -> None:
-        for each in begun:
-            each()
-
-    return finish
-
-
-def _packed(views: Sequence[torch.Tensor], comm: Communicator, dtype: torch.dtype) -> torch.Tensor:
-    if len(views) == 1:
-        return views[0].to(comm.device, dtype).contiguous().view(-1)
-    packed = torch.empty(sum(view.numel() for view in views), dtype=dtype, device=comm.device)
-    for view, part in zip(views, packed.split([view.numel() for view in views]), strict=True):
-        part.view(view.shape).copy_(view)
-    return packed

@@ -1,4 +1,4 @@
-"""The blocks of a tensor on the ranks of a mesh, as ``DTensor`` placements cut it. Pure: for any imagined mesh."""
+"""The blocks of a tensor on the ranks of a mesh, as ``DTensor`` placements say. Pure: for any imagined mesh."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def block_at(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Pla
     """
     _check_blocks(placements)
     spans = []
-    for size, cuts in zip(shape, _cuts(tuple(shape), tuple(placements)), strict=True):
+    for size, mesh_dims in zip(shape, _mesh_dims(tuple(shape), tuple(placements)), strict=True):
         part = [(0, size)]
-        for axis, strides in cuts:
+        for axis, strides in mesh_dims:
             part = _strided_part(part, mesh[axis], strides, place[axis])
         spans.append(part)
     return _block(shape, spans)
@@ -69,16 +69,16 @@ def _block(shape: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]]) -> 
 def mesh_boxes(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[Placement]) -> dict[int, list[Box]]:
     """Return the blocks of a ``DTensor`` on each rank: one or none, but for ``_StridedShard``, which can leave several.
 
-    Several are parts of the local tensor, and are not consecutive there if they are cut along an inner dimension.
+    Several are parts of the local tensor, and are not consecutive there if sharded along an inner dimension.
     Blocks without elements are left out; a tensor without any is a block of the first rank.
 
     Args:
         shape: of the whole.
         ranks: the mesh, as ``DeviceMesh.mesh``.
-        placements: for each of its dimensions, which cut one after the other.
+        placements: for each of its dimensions, which shard one after the other.
 
     Raises:
-        ShardingError: there are more or fewer of them, one is no cut (a sum that is pending), or it is along a
+        ShardingError: there are more or fewer of them, one is no sharding (a pending sum), or it is along a
             dimension that the tensor does not have.
     """
     by_place = _spans_by_place(shape, ranks, placements)
@@ -114,12 +114,12 @@ def rows_on_mesh(
         corners = [(of_rank[0].offsets[0], of_rank[0].sizes[0]) if of_rank else (0, 0) for of_rank in boxes]
         begins, sizes = np.array(corners, np.int64).reshape(-1, 2).T
         return begins, begins + sizes
-    cuts = _cuts(tuple(shape), tuple(placements))
-    if any(ranks.shape[axis] > 1 for of_dim in cuts[1:] for axis, _ in of_dim):
+    mesh_dims = _mesh_dims(tuple(shape), tuple(placements))
+    if any(ranks.shape[axis] > 1 for of_dim in mesh_dims[1:] for axis, _ in of_dim):
         return None
     begins = np.zeros(tuple(ranks.shape), np.int64)
     ends = np.full_like(begins, shape[0])
-    for axis, _ in cuts[0]:
+    for axis, _ in mesh_dims[0]:
         parts = ranks.shape[axis]
         number = np.arange(parts).reshape([-1 if dim == axis else 1 for dim in range(ranks.ndim)])
         step = -(-(ends - begins) // parts)
@@ -142,10 +142,10 @@ def _spans_on_mesh(
     shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> list[tuple[list[tuple[int, int]], ...]]:
     """Return the parts of each dimension, as (begin, end), by place of a mesh in row-major order."""
-    cuts = _cuts(shape, placements)
-    tables = [_spans(size, [(mesh[axis], n) for axis, n in of]) for size, of in zip(shape, cuts, strict=True)]
+    mesh_dims = _mesh_dims(shape, placements)
+    tables = [_spans(size, [(mesh[axis], n) for axis, n in of]) for size, of in zip(shape, mesh_dims, strict=True)]
     return [
-        tuple(table[tuple(place[axis] for axis, _ in of)] for table, of in zip(tables, cuts, strict=True))
+        tuple(table[tuple(place[axis] for axis, _ in of)] for table, of in zip(tables, mesh_dims, strict=True))
         for place in itertools.product(*map(range, mesh))
     ]
 
@@ -154,9 +154,9 @@ _cached_spans = functools.lru_cache(maxsize=64)(_spans_on_mesh)
 """A model has few shapes, and many tensors."""
 
 
-def _cuts(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> list[list[tuple[int, int]]]:
+def _mesh_dims(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> list[list[tuple[int, int]]]:
     """Return the (dimension of the mesh, strides) that shard each dimension of a tensor, in order."""
-    cuts: list[list[tuple[int, int]]] = [[] for _ in shape]
+    mesh_dims: list[list[tuple[int, int]]] = [[] for _ in shape]
     for axis, placement in enumerate(placements):
         if placement.is_replicate():
             continue
@@ -167,18 +167,18 @@ def _cuts(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> list[lis
             )
         if not -len(shape) <= dim < len(shape):
             raise ShardingError(f"a tensor of shape {list(shape)} has no dimension {dim} to shard along: {placement}")
-        cuts[dim].append((axis, getattr(placement, "split_factor", 1)))
-    return cuts
+        mesh_dims[dim].append((axis, getattr(placement, "split_factor", 1)))
+    return mesh_dims
 
 
 def _box(spans: Sequence[tuple[int, int]]) -> Box:
     return Box(tuple(begin for begin, _ in spans), tuple(end - begin for begin, end in spans))
 
 
-def _spans(size: int, cuts: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], list[tuple[int, int]]]:
-    """Return the parts of a dimension at each place, as (begin, end), after cuts into (parts, strides) in order."""
+def _spans(size: int, divisions: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], list[tuple[int, int]]]:
+    """Return the parts of a dimension at each place, as (begin, end), after divisions into (parts, strides)."""
     table: dict[tuple[int, ...], list[tuple[int, int]]] = {(): [(0, size)]}
-    for parts, strides in cuts:
+    for parts, strides in divisions:
         table = {
             (*place, part): _strided_part(spans, parts, strides, part)
             for place, spans in table.items()

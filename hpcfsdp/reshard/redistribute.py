@@ -23,11 +23,20 @@ from hpcfsdp.reshard.boxes import common_runs, whole_box
 RunsOf = Callable[[int], Sequence[Run]]
 """The runs that a rank holds."""
 
+BoxesOf = Callable[[int, int], Sequence[Box]]
+"""The boxes of a parameter that a rank stores, one after the other in memory, by rank and slot."""
+
 BATCH_NUMEL = 1 << 20
 """Elements of small parameters that travel together: latency counts for less, and memory hardly."""
 
 Flat = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
-"""Memory by the index of moves, 1-D each; None, or no entry, for tensors without elements on this rank."""
+"""Memory by the index of transfers, 1-D each; None, or no entry, for tensors without elements on this rank."""
+
+Views = dict[int, list[torch.Tensor]]
+"""Views by the rank that they are sent to, or received from."""
+
+Finish = Callable[[], None]
+"""Completes what has begun."""
 
 
 class Transfer(NamedTuple):
@@ -43,7 +52,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class RedistributePlan:
-    """The moves that one rank takes part in. Made from distributions alone, without a message.
+    """The transfers that one rank takes part in. Made from distributions alone, without a message.
 
     Attributes:
         kept: from this rank's memory to its own.
@@ -71,27 +80,25 @@ class RedistributePlan:
         """Return this plan, one range of tensors after the other; ascending ranges that hold all of them."""
         stops, size, nothing = [group.stop for group in groups], len(self.sent), list[Transfer]()
         everything = [self.kept, *self.sent, *self.received]
-        # Most ranks have no move in most groups: only moves that exist are listed.
-        cuts: list[dict[int, list[Transfer]]] = [{} for _ in stops]
-        for which, moves in enumerate(everything):
-            for step in moves:
-                cuts[bisect_right(stops, step.index)].setdefault(which, []).append(step)
-        for cut in cuts:
-            lists = [nothing] * len(everything)
-            for which, moves in cut.items():
-                lists[which] = moves
+        # Most ranks have no transfer in most groups: only those that exist are listed.
+        by_group: list[dict[int, list[Transfer]]] = [{} for _ in stops]
+        for which, transfers in enumerate(everything):
+            for each in transfers:
+                by_group[bisect_right(stops, each.index)].setdefault(which, []).append(each)
+        for group in by_group:
+            lists = [group.get(which, nothing) for which in range(len(everything))]
             yield RedistributePlan(lists[0], lists[1 : 1 + size], lists[1 + size :])
 
 
 def intersect(sources: Sequence[Run], targets: Sequence[Run]) -> list[Transfer]:
-    """Return the moves from `sources` to `targets`, in the order of tensors and elements.
+    """Return the transfers from `sources` to `targets`, in the order of tensors and elements.
 
     Both are in that order, and neither has an element twice. Takes time in proportion to the runs of both where they
     overlap.
     """
     if not sources or not targets:
         return []
-    moves, i, j = [], _first_to_reach(sources, targets[0]), _first_to_reach(targets, sources[0])
+    found, i, j = [], _first_to_reach(sources, targets[0]), _first_to_reach(targets, sources[0])
     while i < len(sources) and j < len(targets):
         source, target = sources[i], targets[j]
         if source.index == target.index:
@@ -99,12 +106,12 @@ def intersect(sources: Sequence[Run], targets: Sequence[Run]) -> list[Transfer]:
             numel = min(source.start + source.numel, target.start + target.numel) - begin
             if numel > 0:
                 at = source.offset + begin - source.start, target.offset + begin - target.start
-                moves.append(Transfer(source.index, *at, numel))
+                found.append(Transfer(source.index, *at, numel))
         if (source.index, source.start + source.numel) <= (target.index, target.start + target.numel):
             i += 1
         else:
             j += 1
-    return moves
+    return found
 
 
 def _first_to_reach(runs: Sequence[Run], run: Run) -> int:
@@ -124,67 +131,92 @@ def batches(sizes: Sequence[int], limit: int | None = None) -> list[range]:
     return [*found, range(begin, len(sizes))] if sizes else []
 
 
+def exchange(
+    comm: Communicator, out: Views, into: Views, dtype: torch.dtype, *, in_place: bool = True, async_op: bool = False
+) -> Finish:
+    """Collective over `comm`. Send and receive views by rank.
+
+    Args:
+        out: of any dtype, contiguous or not.
+        into: a single contiguous view of `dtype` is received in its place; all else is copied through temporary memory.
+        dtype: in which values travel, the same on all ranks.
+        in_place: False where nothing may be received in the views.
+        async_op: return while values travel; without it everything is done at the end.
+
+    Returns:
+        What completes the call, to be called once if `async_op` is set.
+    """
+    if comm.size == 1:
+        return _nothing_left
+    nothing = torch.empty(0, dtype=dtype, device=comm.device)
+    inputs = [_packed(out[rank], comm, dtype) if out.get(rank) else nothing for rank in range(comm.size)]
+    outputs = [nothing] * comm.size
+    for rank, views in into.items():
+        kind = views[0].dtype, views[0].device
+        direct = in_place and len(views) == 1 and views[0].is_contiguous() and kind == (dtype, comm.device)
+        numel = sum(view.numel() for view in views)
+        outputs[rank] = views[0].view(-1) if direct else torch.empty(numel, dtype=dtype, device=comm.device)
+    work = comm.all_to_all(outputs, inputs, async_op=async_op)
+
+    @torch.no_grad()
+    def finish() -> None:
+        if work is not None:
+            work.wait()
+        inputs.clear()  # which had to stay until now
+        for rank, views in into.items():
+            values = outputs[rank]
+            if views[0].data_ptr() != values.data_ptr():
+                for view, part in zip(views, values.split([view.numel() for view in views]), strict=True):
+                    view.copy_(part.view(view.shape))
+
+    if async_op:
+        return finish
+    finish()
+    return _nothing_left
+
+
+def _nothing_left() -> None:
+    pass
+
+
+def all_of(finishes: Iterable[Finish]) -> Finish:
+    """Join several calls, which begin now, so that they complete as one."""
+    begun = list(finishes)
+
+    def finish() -> None:
+        for each in begun:
+            each()
+
+    return finish
+
+
+def _packed(views: Sequence[torch.Tensor], comm: Communicator, dtype: torch.dtype) -> torch.Tensor:
+    if len(views) == 1:
+        return views[0].to(comm.device, dtype).contiguous().view(-1)
+    packed = torch.empty(sum(view.numel() for view in views), dtype=dtype, device=comm.device)
+    for view, part in zip(views, packed.split([view.numel() for view in views]), strict=True):
+        part.view(view.shape).copy_(view)
+    return packed
+
+
 @torch.no_grad()
 def redistribute(comm: Communicator, plan: RedistributePlan, source: Flat, target: Flat, dtype: torch.dtype) -> None:
     """Collective over `comm`. Bring values from `source` to `target` on all ranks as planned.
 
-    A single run of the right dtype and device is sent from, or received in, its place. All else is copied through
-    temporary memory.
-
     Args:
-        source: of any dtype, contiguous or not.
-        target: of `dtype` where it is received in place; any other is converted to.
-        dtype: in which values travel, the same on all ranks.
+        source, target, dtype: see ``exchange``.
     """
     for index, begin, to, numel in plan.kept:
         target[index][to : to + numel].copy_(source[index][begin : begin + numel])
     if comm.size == 1:
         return
-    nothing = torch.empty(0, dtype=dtype, device=comm.device)
-    outputs = [_receive_buffer(target, moves, comm, dtype, nothing) for moves in plan.received]
-    comm.all_to_all(outputs, [_packed(source, moves, comm, dtype, nothing) for moves in plan.sent])
-    for moves, arrived in zip(plan.received, outputs, strict=True):
-        _unpack(target, moves, arrived)
-
-
-def _packed(
-    source: Flat, moves: list[Transfer], comm: Communicator, dtype: torch.dtype, nothing: torch.Tensor
-) -> torch.Tensor:
-    if not moves:
-        return nothing
-    if len(moves) == 1:
-        index, begin, _, numel = moves[0]
-        return source[index][begin : begin + numel].to(comm.device, dtype).contiguous()
-    packed, at = torch.empty(sum(m.numel for m in moves), dtype=dtype, device=comm.device), 0
-    for index, begin, _, numel in moves:
-        packed[at : at + numel].copy_(source[index][begin : begin + numel])
-        at += numel
-    return packed
-
-
-def _receive_buffer(
-    target: Flat, moves: list[Transfer], comm: Communicator, dtype: torch.dtype, nothing: torch.Tensor
-) -> torch.Tensor:
-    """Return the memory to receive in: the place of a single run, if it fits."""
-    if not moves:
-        return nothing
-    index, _, begin, numel = moves[0]
-    if len(moves) == 1 and target[index].device == comm.device and target[index].dtype == dtype:
-        return target[index][begin : begin + numel]
-    return torch.empty(sum(m.numel for m in moves), dtype=dtype, device=comm.device)
-
-
-def _unpack(target: Flat, moves: list[Transfer], arrived: torch.Tensor) -> None:
-    at = 0
-    for index, _, begin, numel in moves:
-        place, values = target[index][begin : begin + numel], arrived[at : at + numel]
-        if place.data_ptr() != values.data_ptr():
-            place.copy_(values)
-        at += numel
-
-
-BoxesOf = Callable[[int, int], Sequence[Box]]
-"""By rank and slot, the boxes of the whole parameter that the rank stores, one after the other in memory."""
+    out = {rank: [source[t.index][t.source : t.source + t.numel] for t in sent] for rank, sent in enumerate(plan.sent)}
+    into = {
+        rank: [target[t.index][t.target : t.target + t.numel] for t in received]
+        for rank, received in enumerate(plan.received)
+        if received
+    }
+    exchange(comm, out, into, dtype)
 
 
 @dataclass(frozen=True)
@@ -221,18 +253,7 @@ class ShardedBlocks:
             targets: by slot, 1-D, the memory of this rank's boxes.
             dtype: in which values travel.
         """
-        rank = self.comm.rank
-        mine = self._shard_runs(rank, shards, once=True)
-        wanted = self._box_runs(rank, boxes, self._numbers(shards))
-        # Of other ranks' runs, only those that meet this rank's: there are ranks x slots of them.
-        given, asked = sorted({run.index for run in mine}), {run.index for run in wanted}
-        plan = RedistributePlan.make(
-            rank,
-            self.comm.size,
-            lambda other: mine if other == rank else self._shard_runs(other, shards, once=True, among=asked),
-            lambda other: wanted if other == rank else self._box_runs(other, boxes, given),
-        )
-        self._move(plan, shards.get, self._by_number(targets), dtype)
+        self._redistribute(shards, boxes, shards.get, targets, dtype, is_gather=True)
 
     @torch.no_grad()
     def scatter(
@@ -248,37 +269,40 @@ class ShardedBlocks:
             source: the memory of this rank's boxes of a slot, 1-D; called batch by batch, as it may copy.
             boxes, shards, dtype: see ``gather``.
         """
-        rank = self.comm.rank
-        mine = self._box_runs(rank, boxes, self._numbers(shards))
-        wanted = self._shard_runs(rank, shards, once=False)
-        given, asked = {run.index for run in mine}, sorted({run.index for run in wanted})
-        plan = RedistributePlan.make(
-            rank,
-            self.comm.size,
-            lambda other: mine if other == rank else self._box_runs(other, boxes, asked),
-            lambda other: wanted if other == rank else self._shard_runs(other, shards, once=False, among=given),
-        )
-        self._move(plan, source, self._by_number(shards), dtype)
+        self._redistribute(shards, boxes, source, shards, dtype, is_gather=False)
 
-    def _move(
+    def _redistribute(
         self,
-        plan: RedistributePlan,
+        shards: Mapping[int, torch.Tensor],
+        boxes: BoxesOf,
         source: Callable[[int], torch.Tensor | None],
         targets: Mapping[int, torch.Tensor],
         dtype: torch.dtype,
+        *,
+        is_gather: bool,
     ) -> None:
+        rank, num_blocks = self.comm.rank, self.num_blocks
+        in_shards = self._shard_runs(rank, shards, once=is_gather)
+        in_boxes = self._box_runs(rank, boxes, self._numbers(shards))
+        # Of other ranks' runs, only those that meet this rank's: there are ranks x slots of them.
+        held, boxed = sorted({run.index for run in in_shards}), {run.index for run in in_boxes}
+        ends: list[RunsOf] = [
+            lambda other: in_shards if other == rank else self._shard_runs(other, shards, once=is_gather, among=boxed),
+            lambda other: in_boxes if other == rank else self._box_runs(other, boxes, held),
+        ]
+        plan = RedistributePlan.make(rank, self.comm.size, *(ends if is_gather else reversed(ends)))
+        into = {i * num_blocks + block: tensor for i, tensor in targets.items() for block in range(num_blocks)}
         sizes = [math.prod(slot.whole_shape) for slot in self.layout.slots]  # the same on all ranks
-        groups = (range(each.start * self.num_blocks, each.stop * self.num_blocks) for each in batches(sizes))
+        groups = (range(each.start * num_blocks, each.stop * num_blocks) for each in batches(sizes))
         for part in plan.parts(groups):
-            numbers = {step.index for steps in (part.kept, *part.sent) for step in steps}
-            memory = {index: source(index) for index in {number // self.num_blocks for number in numbers}}
-            redistribute(
-                self.comm, part, {number: memory[number // self.num_blocks] for number in numbers}, targets, dtype
-            )
+            numbers = {transfer.index for transfers in (part.kept, *part.sent) for transfer in transfers}
+            memory = {index: source(index) for index in {number // num_blocks for number in numbers}}
+            out = {number: memory[number // num_blocks] for number in numbers}
+            redistribute(self.comm, part, out, into, dtype)
 
     @cached_property
     def _frames(self) -> list[Sequence[Box]]:
-        """By slot, the blocks of the tensor-parallel ranks."""
+        """The blocks of the tensor-parallel ranks, by slot."""
         if self.num_blocks == 1:
             return [[whole_box(slot.shape) if slot.block is None else slot.block.box] for slot in self.layout.slots]
         return [
@@ -288,7 +312,7 @@ class ShardedBlocks:
 
     @cached_property
     def _block_numbers(self) -> list[list[int]]:
-        """By slot, the number of each tensor-parallel rank's block in plans: that of the first rank that has it."""
+        """The number of each tensor-parallel rank's block in plans, by slot: that of the first rank that has it."""
         size = self.num_blocks
         return [[index * size + boxes.index(box) for box in boxes] for index, boxes in enumerate(self._frames)]
 
@@ -333,11 +357,3 @@ class ShardedBlocks:
                 runs += common_runs(number, frame, box, offset)
                 offset += box.numel
         return sorted(runs)
-
-    def _by_number(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return memory by the numbers of blocks."""
-        return {
-            index * self.num_blocks + block: tensor
-            for index, tensor in tensors.items()
-            for block in range(self.num_blocks)
-        }

@@ -1,22 +1,24 @@
 """The metadata of ``ShardedTensor``, torch's own classes: built on each rank, merged, checked, recalculated.
 
-Every error names the rank, the shard and both values. Ranks are global ones, as in the placements of shards.
+These functions have the names of ``torch.distributed._shard.sharded_tensor.utils``, and are for programs that call
+those. The package itself calls none of them. Errors name the rank, the shard and both values. Ranks are global ones.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hpcfsdp import _compat, accelerator
+from hpcfsdp import _compat
 from hpcfsdp._compat import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.params.layout import Box
+from hpcfsdp.reshard.sharded_tensors import box_of, copied
 from hpcfsdp.reshard.tiling import find_fault, find_outside
 
 _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
@@ -57,11 +59,7 @@ def parse_and_validate_remote_device(
 def validate_output_tensor_for_gather(
     my_rank: int, dst_rank: int, size: Sequence[int], dst_tensor: torch.Tensor | None
 ) -> None:
-    """Check that the rank that gathers, and no other, was given a tensor of the right size. Not collective.
-
-    Raises:
-        ShardingError: it is missing, has another size, or is given on a rank that gets nothing.
-    """
+    """Check that the rank that gathers, and no other, was given a tensor of the right size. Not collective."""
     if my_rank != dst_rank:
         if dst_tensor is not None:
             raise ShardingError(
@@ -79,12 +77,7 @@ def validate_output_tensor_for_gather(
 
 
 def flatten_tensor_size(*size: Any) -> torch.Size:
-    """Return ``f(2, 3)``, ``f((2, 3))`` and ``f([(2, 3)])`` as a ``torch.Size``.
-
-    Raises:
-        TypeError: a dimension is no int; bool counts as none.
-        ShardingError: it is negative.
-    """
+    """Return ``f(2, 3)``, ``f((2, 3))`` and ``f([(2, 3)])`` as a ``torch.Size``."""
     dims: Any = size
     while len(dims) == 1 and isinstance(dims[0], Sequence) and not isinstance(dims[0], (str, bytes)):
         dims = dims[0]
@@ -101,9 +94,6 @@ def raise_if_mismatch(expected: Any, actual: Any, prop_name: str, ranks: Any, is
 
     Args:
         ranks: the rank for two shards of one; else the two ranks, in the order of the values.
-
-    Raises:
-        ShardingError: with both values and ranks.
     """
     if expected == actual:
         return
@@ -113,40 +103,6 @@ def raise_if_mismatch(expected: Any, actual: Any, prop_name: str, ranks: Any, is
     raise ShardingError(
         f"ranks hold shards of tensors that differ in {prop_name}: {expected} on rank {first}, {actual} on rank {other}"
     )
-
-
-def metadata_of_boxes(
-    shape: Sequence[int],
-    boxes: Iterable[tuple[int, Box]],
-    properties: TensorProperties,
-    device: torch.device,
-    devices_per_node: int | None = None,
-) -> ShardedTensorMetadata:
-    """Return the metadata of a tensor with boxes as shards, which have each element once. Not collective.
-
-    Args:
-        boxes: with the global rank that each is placed on.
-        device: of the shards of all ranks; the number of a GPU follows from the rank's place on its node.
-        devices_per_node: GPUs, by default as many as there are here.
-    """
-    shards = [
-        ShardMetadata(list(box.offsets), list(box.sizes), placement_of(rank, device, devices_per_node))
-        for rank, box in boxes
-    ]
-    return ShardedTensorMetadata(shards, torch.Size(shape), properties)
-
-
-def placement_of(rank: int, device: torch.device, devices_per_node: int | None = None) -> str:
-    """Return the placement of a rank's shard, as torch writes it, if this rank's is on `device`. Not collective.
-
-    Args:
-        devices_per_node: see ``metadata_of_boxes``.
-    """
-    if device.type in ("cpu", "meta"):  # a rank has one
-        return f"rank:{rank}/{device.type}"
-    visible = devices_per_node or accelerator.device_count()
-    index = device.index if rank == dist.get_rank() else rank % max(1, visible)
-    return f"rank:{rank}/{device.type}:{index}"
 
 
 def build_metadata_from_local_shards(
@@ -283,11 +239,7 @@ def _holder_of(shard: ShardMetadata) -> tuple[int | None, str | None] | None:
 
 
 def validate_tiling(metadata: ShardedTensorMetadata) -> None:
-    """Check that the shards of a tensor have each of its elements once. Not collective; ``n log n`` in the shards.
-
-    Raises:
-        ShardingError: with the shards that overlap, the first element of a gap, or the shard that is not within it.
-    """
+    """Check that the shards of a tensor have each of its elements once. Not collective; ``n log n`` in the shards."""
     blocks = _check_within(metadata.size, metadata.shards_metadata)
     fault = find_fault(metadata.size, blocks)
     if fault is None:
@@ -354,18 +306,6 @@ def _check_within(size: torch.Size, shards: Sequence[ShardMetadata]) -> list[Box
     if outside is not None:
         raise ShardingError(f"{_describe(shards[outside])} is not within a tensor of size {list(size)}")
     return blocks
-
-
-def box_of(shard: ShardMetadata) -> Box:
-    """Return the block of a shard in its tensor."""
-    return Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
-
-
-def copied(shard: ShardMetadata) -> ShardMetadata:
-    """Return a copy with lists of its own. Not constructed: torch refuses invalid ones without naming them."""
-    copied = copy.copy(shard)
-    copied.shard_offsets, copied.shard_sizes = list(shard.shard_offsets), list(shard.shard_sizes)
-    return copied
 
 
 def _describe(shard: ShardMetadata) -> str:

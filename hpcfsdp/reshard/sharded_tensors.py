@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,18 +17,63 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from hpcfsdp import _compat
-from hpcfsdp._compat import Shard, ShardedTensor, TensorProperties
+from hpcfsdp import _compat, accelerator
+from hpcfsdp._compat import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import chunk_box
-from hpcfsdp.reshard.placements import block_at, mesh_boxes
-from hpcfsdp.reshard.shard_metadata import box_of, metadata_of_boxes
+from hpcfsdp.reshard.placements import block_at, mesh_blocks, mesh_boxes
 
 
 def is_distributed(value: Any) -> bool:
     """Return whether a value is a ``ShardedTensor`` or a ``DTensor``."""
     return isinstance(value, (ShardedTensor, DTensor))
+
+
+def metadata_of_boxes(
+    shape: Sequence[int],
+    boxes: Iterable[tuple[int, Box]],
+    properties: TensorProperties,
+    device: torch.device,
+    devices_per_node: int | None = None,
+) -> ShardedTensorMetadata:
+    """Return the metadata of a tensor with boxes as shards, which have each element once. Not collective.
+
+    Args:
+        boxes: with the global rank that each is placed on.
+        device: of the shards of all ranks; the number of a GPU follows from the rank's place on its node.
+        devices_per_node: GPUs, by default as many as there are here.
+    """
+    shards = [
+        ShardMetadata(list(box.offsets), list(box.sizes), placement_of(rank, device, devices_per_node))
+        for rank, box in boxes
+    ]
+    return ShardedTensorMetadata(shards, torch.Size(shape), properties)
+
+
+def placement_of(rank: int, device: torch.device, devices_per_node: int | None = None) -> str:
+    """Return the placement of a rank's shard, as torch writes it, if this rank's is on `device`. Not collective.
+
+    Args:
+        devices_per_node: see ``metadata_of_boxes``.
+    """
+    if device.type in ("cpu", "meta"):  # a rank has one
+        return f"rank:{rank}/{device.type}"
+    visible = devices_per_node or accelerator.device_count()
+    index = device.index if rank == dist.get_rank() else rank % max(1, visible)
+    return f"rank:{rank}/{device.type}:{index}"
+
+
+def box_of(shard: ShardMetadata) -> Box:
+    """Return the block of a shard in its tensor."""
+    return Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
+
+
+def copied(shard: ShardMetadata) -> ShardMetadata:
+    """Return a copy with lists of its own. Not constructed: torch refuses invalid ones without naming them."""
+    copied = copy.copy(shard)
+    copied.shard_offsets, copied.shard_sizes = list(shard.shard_offsets), list(shard.shard_sizes)
+    return copied
 
 
 def create_sharded_tensor(
@@ -112,9 +158,6 @@ def check_readable(key: str, value: Any) -> None:
     Args:
         key: of `value`, for the error.
         value: a tensor, a ``ShardedTensor``, a ``DTensor``; anything else passes.
-
-    Raises:
-        StateDictError: it is on the meta device, nested, sparse or quantized.
     """
     if isinstance(value, ShardedTensor):
         blocks = [shard.tensor for shard in value.local_shards()]
@@ -172,6 +215,35 @@ def _places(boxes: Sequence[Box]) -> list[tuple[slice, ...]]:
     return [
         tuple(slice(at[begin], at[begin] + size) for at, begin, size in zip(begins, *box, strict=True)) for box in boxes
     ]
+
+
+class Placed(NamedTuple):
+    """How the tensor of a block is placed: ``pre_flatten_transform`` returns it for the way back."""
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def local_block(tensor: DTensor) -> torch.Tensor:
+    """Return this rank's block in its memory, which wants a gradient if `tensor` does. Not collective."""
+    return _compat.local_of(tensor).detach().requires_grad_(tensor.requires_grad)
+
+
+def as_dtensor(block: torch.Tensor, placed: Placed) -> DTensor:
+    """Return the ``DTensor`` of `block`, to which gradients come, redistributed to its placements. Not collective."""
+    mesh, placements, shape, stride = placed
+    return DTensor.from_local(block, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def blocks_of(tensor: DTensor) -> dict[int, Box]:
+    """Return the block of each rank of a ``DTensor``'s mesh, in row-major order. Not collective.
+
+    Raises:
+        ShardingError: a placement is not ``Replicate``, nor ``Shard`` along a dimension of the tensor.
+    """
+    return mesh_blocks(tensor.shape, tensor.device_mesh.mesh, tensor.placements)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -1,10 +1,9 @@
 """Whether blocks, or hyperslabs, make up tensors: each element in one of them, none in two. Pure.
 
 Blocks are compared with the whole by their corners. The function that counts the blocks with an element is a sum of
-products of steps, and is known from where it steps, and by how much: at each corner of a block, up or down.
-Blocks tile a tensor when these steps add up to those of the tensor. That takes sorting the corners once, whatever the
-order of the blocks and the way in which they are cut; and of steps that are left over, the first in row-major order is
-the first element that is in no block, or in several.
+products of steps, and is known from where it steps up or down: at each corner of a block. Blocks tile a tensor when
+these steps add up to those of the tensor. That takes sorting the corners once, whatever the order of the blocks. Of
+steps that are left over, the first in row-major order is the first element that is in no block, or in several.
 
 A hyperslab is `count` runs of `numel` elements; each begins `stride` elements after the one before it. A few bytes of a
 file can describe millions of runs, so hyperslabs are treated as rectangles rather than run by run: where those of a
@@ -16,24 +15,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
+MOST_PARTS = 1 << 22
+"""The most parts that irregular hyperslabs of one range are divided into: about 400 MiB."""
 
-class Block(Protocol):
-    """The begin and the size of a block in each dimension."""
+MOST_ELEMENTS = 1 << 60
+"""Sums of places, and of corners, are exact in int64."""
 
-    @property
-    def offsets(self) -> Sequence[int]: ...
-
-    @property
-    def sizes(self) -> Sequence[int]: ...
+Blocks = Sequence[Any]
+"""Objects with the `offsets` and the `sizes` of a block in each dimension."""
 
 
-@dataclass(frozen=True)
-class TilingFault:
+class TilingFault(NamedTuple):
     """The first element, in row-major order, that is not in exactly one block.
 
     Attributes:
@@ -49,9 +45,20 @@ class TilingFault:
         return not self.blocks
 
 
-def find_outside(shape: Sequence[int], blocks: Sequence[Block]) -> int | None:
-    """Return the number of the first block that has other dimensions than the tensor, or is not within it; None if all
-    are."""
+class TilingError(ValueError):
+    """Hyperslabs are too irregular to be checked.
+
+    Attributes:
+        tensor: the one that they are of; None if they are of several.
+    """
+
+    def __init__(self, tensor: int | None = None) -> None:
+        super().__init__(f"its runs are interleaved in more than {MOST_PARTS} parts")
+        self.tensor = tensor
+
+
+def find_outside(shape: Sequence[int], blocks: Blocks) -> int | None:
+    """Return the number of the first block of other dimensions than the tensor, or not within it; None if all are."""
     dims = len(shape)
     for number, block in enumerate(blocks):
         if len(block.offsets) != dims or len(block.sizes) != dims:
@@ -62,7 +69,7 @@ def find_outside(shape: Sequence[int], blocks: Sequence[Block]) -> int | None:
     return None
 
 
-def find_fault(shape: Sequence[int], blocks: Sequence[Block]) -> TilingFault | None:
+def find_fault(shape: Sequence[int], blocks: Blocks) -> TilingFault | None:
     """Return the first gap or overlap of blocks within a tensor; None if they tile it.
 
     Time and memory grow with the corners of the blocks, sorted: ``n log n``. Blocks without elements are ignored.
@@ -107,49 +114,29 @@ def uneven_corners(corners: np.ndarray, steps: np.ndarray) -> np.ndarray:
     return corners[starts[np.add.reduceat(steps, starts) != 0]]
 
 
-MOST_PARTS = 1 << 22
-"""The most parts that irregular rows of one range are cut into: about 400 MiB."""
-
-MOST_ELEMENTS = 1 << 60
-"""Sums of places, and of corners, are exact in int64."""
-
-
-class TilingError(ValueError):
-    """Rows are too irregular to be checked.
-
-    Attributes:
-        tensor: the one that they are of; None if they are of several.
-    """
-
-    def __init__(self, tensor: int | None = None) -> None:
-        super().__init__(f"its runs are interleaved in more than {MOST_PARTS} parts")
-        self.tensor = tensor
-
-
-def first_untiled(rows: np.ndarray, numels: Sequence[int]) -> int | None:
-    """Return the first tensor that rows do not tile, each element once; None if there is none.
+def first_untiled(slabs: np.ndarray, numels: Sequence[int]) -> int | None:
+    """Return the first tensor that slabs do not tile, each element once; None if there is none.
 
     Args:
-        rows: with the fields `tensor`, `count`, `start`, `numel` and `stride`, in any order.
+        slabs: with the fields `tensor`, `count`, `start`, `numel` and `stride`, in any order.
         numels: elements by tensor; less than ``MOST_ELEMENTS`` in all.
 
     Raises:
         TilingError: they are too irregular.
-        ValueError: a row is of a tensor that is not there, or there are too many elements.
+        ValueError: a hyperslab is of a tensor that is not there, or there are too many elements.
     """
     sizes = [int(numel) for numel in numels]
     if sum(sizes) >= MOST_ELEMENTS:
         raise ValueError(f"{sum(sizes)} elements are more than any file has")
-    if len(rows) and int(rows["tensor"].max()) >= len(sizes):
-        raise ValueError(f"there is no tensor {int(rows['tensor'].max())}, only {len(sizes)}")
+    if len(slabs) and int(slabs["tensor"].max()) >= len(sizes):
+        raise ValueError(f"there is no tensor {int(slabs['tensor'].max())}, only {len(sizes)}")
     bases = np.cumsum([0, *sizes], dtype=np.int64)
-    tensors = rows["tensor"].astype(np.int64)
-    outside = _outside(rows, np.array(sizes, np.int64)[tensors]) if len(rows) else np.zeros(0, bool)
+    tensors = slabs["tensor"].astype(np.int64)
+    outside = _outside(slabs, np.array(sizes, np.int64)[tensors]) if len(slabs) else np.zeros(0, bool)
     worst = int(tensors[outside].min()) if outside.any() else len(sizes)
-    rows, tensors = rows[tensors < worst], tensors[tensors < worst]
-    # All tensors one after the other are one line, which the rows have to tile; no row reaches beyond its tensor.
-    lines = _Slabs.of(rows, bases[tensors])
-    place = _first_unfit(lines, int(bases[worst]), bases)
+    slabs, tensors = slabs[tensors < worst], tensors[tensors < worst]
+    # All tensors one after the other are one line, which the slabs have to tile; no slab reaches beyond its tensor.
+    place = _first_unfit(_Slabs.of(slabs, bases[tensors]), int(bases[worst]), bases)
     if place is not None:
         return int(np.searchsorted(bases, place, side="right")) - 1
     return worst if worst < len(sizes) else None
@@ -158,37 +145,37 @@ def first_untiled(rows: np.ndarray, numels: Sequence[int]) -> int | None:
 def byte_ranges(
     begins: np.ndarray, numels: np.ndarray, counts: np.ndarray, strides: np.ndarray, owners: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of a file that rows occupy: first bytes and ends of ranges, by first byte, int64.
+    """Return the bytes of a file that slabs occupy: first bytes and ends of ranges, by first byte, int64.
 
-    Ranges overlap where rows do. Interleaved rows without gaps become one range; else each run is one.
+    Ranges overlap where slabs do. Interleaved slabs without gaps become one range; else each run is one.
 
     Args:
-        begins: first byte of each row, int64, as are `numels` and `strides`, in bytes too, and `counts`.
-        owners: rows with the same number have no byte in common: they tile one tensor, with all its elements in order.
+        begins: first byte of each hyperslab, int64, as are `numels` and `strides`, in bytes too, and `counts`.
+        owners: slabs with the same number have no byte in common: they tile one tensor, with all its elements in order.
 
     Raises:
         TilingError: they are too irregular.
     """
     order = np.argsort(begins, kind="stable")
-    lines = _Slabs(begins[order], numels[order], counts[order], strides[order])
+    slabs = _Slabs(begins[order], numels[order], counts[order], strides[order])
     owners = owners[order]
-    firsts = _cluster_firsts(lines)
+    firsts = _cluster_firsts(slabs)
     if not len(firsts):
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    lows, highs = lines.begins[firsts], np.maximum.reduceat(lines.ends, firsts)
-    filled = np.add.reduceat(lines.numels * lines.counts, firsts) == highs - lows
+    lows, highs = slabs.begins[firsts], np.maximum.reduceat(slabs.ends, firsts)
+    filled = np.add.reduceat(slabs.numels * slabs.counts, firsts) == highs - lows
     filled &= np.minimum.reduceat(owners, firsts) == np.maximum.reduceat(owners, firsts)
     odd = np.repeat(~filled, np.diff(firsts, append=len(owners)))
-    if int(lines.counts[odd].sum()) > MOST_PARTS:
+    if int(slabs.counts[odd].sum()) > MOST_PARTS:
         raise TilingError
-    runs = lines.pick(odd).expanded()
+    runs = slabs.pick(odd).expanded()
     begins, ends = np.append(lows[filled], runs.begins), np.append(highs[filled], runs.ends)
     order = np.argsort(begins, kind="stable")
     return begins[order], ends[order]
 
 
 class _Slabs(NamedTuple):
-    """Rows on one line, ascending by their first elements; all int64, and none reaches beyond int64."""
+    """Hyperslabs on one line, ascending by their first elements; all int64, and none reaches beyond int64."""
 
     begins: np.ndarray
     numels: np.ndarray
@@ -196,45 +183,39 @@ class _Slabs(NamedTuple):
     strides: np.ndarray
 
     @classmethod
-    def of(cls, rows: np.ndarray, bases: np.ndarray) -> _Slabs:
-        """Return rows inside of their tensors, which begin at `bases`. Runs that touch each other become one."""
+    def of(cls, slabs: np.ndarray, bases: np.ndarray) -> _Slabs:
+        """Return slabs inside of their tensors, which begin at `bases`. Runs that touch each other become one."""
         begins, numels, counts, strides = (
-            rows[name].astype(np.int64) for name in ("start", "numel", "count", "stride")
+            slabs[name].astype(np.int64) for name in ("start", "numel", "count", "stride")
         )
         begins += bases
         touching = (strides == numels) | (counts == 1)
         numels = np.where(touching, numels * counts, numels)
         counts = np.where(touching, 1, counts)
-        lines = cls(begins, numels, counts, np.where(touching, numels, strides))
-        return lines if np.all(begins[1:] >= begins[:-1]) else lines.pick(np.argsort(begins, kind="stable"))
+        found = cls(begins, numels, counts, np.where(touching, numels, strides))
+        return found if np.all(begins[1:] >= begins[:-1]) else found.pick(np.argsort(begins, kind="stable"))
 
     @property
     def ends(self) -> np.ndarray:
-        """Of the last run of each row."""
+        """The end of the last run of each hyperslab."""
         return self.begins + (self.counts - 1) * self.strides + self.numels
 
     def pick(self, which: np.ndarray) -> _Slabs:
-        """Return some of the rows."""
         return _Slabs(*(column[which] for column in self))
 
     def expanded(self) -> _Slabs:
-        """Return each run as a row, in the order of the rows."""
-        which, within = _repeated(self.counts)
+        """Return each run as a hyperslab, in the order of the slabs."""
+        counts = self.counts
+        which = np.repeat(np.arange(len(counts)), counts)
+        within = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
         begins, numels = self.begins[which] + within * self.strides[which], self.numels[which]
         return _Slabs(begins, numels, np.ones(len(which), np.int64), numels)
 
 
-def _repeated(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each place, repeated `counts` times, and the number of each repetition."""
-    which = np.repeat(np.arange(len(counts)), counts)
-    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def _outside(rows: np.ndarray, numels: np.ndarray) -> np.ndarray:
-    """Return the rows without elements, with overlapping runs, or that reach beyond their tensors of `numels`
-    elements."""
-    start, numel, stride = rows["start"], rows["numel"], rows["stride"]
-    whole, count = numels.astype(np.uint64), rows["count"].astype(np.uint64)
+def _outside(slabs: np.ndarray, numels: np.ndarray) -> np.ndarray:
+    """Find slabs without elements, with overlapping runs, or that reach beyond their tensors of `numels` elements."""
+    start, numel, stride = slabs["start"], slabs["numel"], slabs["stride"]
+    whole, count = numels.astype(np.uint64), slabs["count"].astype(np.uint64)
     bad = (count < 1) | (numel < 1) | (numel > whole) | (start > whole - np.minimum(numel, whole))
     left = np.where(bad, np.uint64(0), whole - start - numel)  # behind the first run
     more = ~bad & (count > 1)
@@ -242,68 +223,67 @@ def _outside(rows: np.ndarray, numels: np.ndarray) -> np.ndarray:
     return bad
 
 
-def _cluster_firsts(lines: _Slabs) -> np.ndarray:
-    """Return the first row of each cluster of overlapping or interleaved rows."""
-    if not len(lines.begins):
+def _cluster_firsts(slabs: _Slabs) -> np.ndarray:
+    """Return the first hyperslab of each cluster of overlapping or interleaved slabs."""
+    if not len(slabs.begins):
         return np.empty(0, np.int64)
-    before = np.maximum.accumulate(lines.ends)[:-1]
-    return np.flatnonzero(np.append(True, lines.begins[1:] >= before))
+    before = np.maximum.accumulate(slabs.ends)[:-1]
+    return np.flatnonzero(np.append(True, slabs.begins[1:] >= before))
 
 
-def _first_unfit(lines: _Slabs, length: int, bases: np.ndarray) -> int | None:
-    """Return a place in the first tensor that is not covered exactly once, on the line up to `length`; None if all
-    are."""
-    firsts = _cluster_firsts(lines)
+def _first_unfit(slabs: _Slabs, length: int, bases: np.ndarray) -> int | None:
+    """Return a place in the first tensor that is not covered exactly once, on the line up to `length`, if any."""
+    firsts = _cluster_firsts(slabs)
     if not len(firsts):
         return 0 if length else None
-    lows, highs = lines.begins[firsts], np.maximum.reduceat(lines.ends, firsts)
+    lows, highs = slabs.begins[firsts], np.maximum.reduceat(slabs.ends, firsts)
     before = np.append(0, highs[:-1])
     found = before[lows != before][:1].tolist()
     if highs[-1] != length:
         found.append(int(highs[-1]))
-    sizes = np.diff(firsts, append=len(lines.begins))
-    within = np.flatnonzero((sizes > 1) | (lines.counts[firsts] > 1))
+    sizes = np.diff(firsts, append=len(slabs.begins))
+    within = np.flatnonzero((sizes > 1) | (slabs.counts[firsts] > 1))
     if len(within):
-        rows = np.repeat(np.isin(np.arange(len(firsts)), within), sizes)
         of = np.repeat(np.arange(len(within)), sizes[within])
-        inside = lines.pick(rows)
+        inside = slabs.pick(np.repeat(np.isin(np.arange(len(firsts)), within), sizes))
         inside = inside._replace(begins=inside.begins - lows[within][of])
         found += _first_bad(inside, of, highs[within] - lows[within], lows[within], bases)
     return min(found, default=None)
 
 
-def _first_bad(lines: _Slabs, of: np.ndarray, lengths: np.ndarray, lows: np.ndarray, bases: np.ndarray) -> list[int]:
-    """Return the begin of the first cluster that its rows do not tile, in a list; an empty list if there is none.
+def _first_bad(slabs: _Slabs, of: np.ndarray, lengths: np.ndarray, lows: np.ndarray, bases: np.ndarray) -> list[int]:
+    """Return the begin of the first cluster that its slabs do not tile, in a list; an empty list if there is none.
 
     Args:
-        lines: rows, counted from the first element of their cluster; `of`: the number of that, ascending.
+        slabs: counted from the first element of their cluster; `of`: the number of that, ascending.
         lengths: of the clusters, which begin at `lows`.
     """
-    bad = _untiled(lines, of, lengths)
+    bad = _untiled(slabs, of, lengths)
     if bad is not None:
         return lows[bad][:1].tolist()
     if len(lengths) == 1:
         raise TilingError(int(np.searchsorted(bases, lows[0], side="right")) - 1)
     half = len(lengths) // 2
     cut = int(np.searchsorted(of, half))
-    first = _first_bad(lines.pick(slice(cut)), of[:cut], lengths[:half], lows[:half], bases)
-    rest = lines.pick(slice(cut, None)), of[cut:] - half, lengths[half:], lows[half:], bases
+    first = _first_bad(slabs.pick(slice(cut)), of[:cut], lengths[:half], lows[:half], bases)
+    rest = slabs.pick(slice(cut, None)), of[cut:] - half, lengths[half:], lows[half:], bases
     return first or _first_bad(*rest)
 
 
-def _untiled(lines: _Slabs, of: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
-    """Return a mask of the clusters that their rows do not tile; None if that takes too many parts."""
-    widths = _widths(lines, of, lengths)
-    odd = (lines.counts > 1) & (lines.strides != widths[of])
-    if int(lines.counts[odd].sum()) > MOST_PARTS + 4 * len(of):
+def _untiled(slabs: _Slabs, of: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
+    """Return a mask of the clusters that their slabs do not tile; None if that takes too many parts."""
+    widths = _widths(slabs, of, lengths)
+    odd = (slabs.counts > 1) & (slabs.strides != widths[of])
+    if int(slabs.counts[odd].sum()) > MOST_PARTS + 4 * len(of):
         return None
-    of, lines = np.append(of[~odd], np.repeat(of[odd], lines.counts[odd])), _joined(lines, odd)
-    # Each cluster is a matrix, and its rows are rectangles in it; all of the matrix counts with the opposite sign.
+    of = np.append(of[~odd], np.repeat(of[odd], slabs.counts[odd]))
+    slabs = _Slabs(*map(np.append, slabs.pick(~odd), slabs.pick(odd).expanded()))
+    # Each cluster is a matrix, and its slabs are rectangles in it; all of the matrix counts with the opposite sign.
     number, once = np.arange(len(lengths)), np.ones_like(lengths)
     wholes = _Slabs(np.zeros_like(lengths), lengths, once, lengths)
     signs = np.append(np.ones(len(of), np.int64), -once)
-    of, lines = np.append(of, number), _Slabs(*map(np.append, lines, wholes))
-    which, top, bottom, left, right = _rectangles(lines, widths[of])
+    of, slabs = np.append(of, number), _Slabs(*map(np.append, slabs, wholes))
+    which, top, bottom, left, right = _rectangles(slabs, widths[of])
     of, signs = of[which], signs[which]
     # A corner is one number. Each line of a matrix, and one after the last, has one place more for the ends.
     spans = widths + 1
@@ -318,40 +298,35 @@ def _untiled(lines: _Slabs, of: np.ndarray, lengths: np.ndarray) -> np.ndarray |
     return bad
 
 
-def _widths(lines: _Slabs, of: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the stride that most runs of a cluster have; its length where rows have one run each."""
+def _widths(slabs: _Slabs, of: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the stride that most runs of a cluster have; its length where slabs have one run each."""
     widths = lengths.copy()
-    several = np.flatnonzero(lines.counts > 1)
-    order = several[np.lexsort((lines.strides[several], of[several]))]
+    several = np.flatnonzero(slabs.counts > 1)
+    order = several[np.lexsort((slabs.strides[several], of[several]))]
     if not len(order):
         return widths
-    clusters, strides = of[order], lines.strides[order]
+    clusters, strides = of[order], slabs.strides[order]
     firsts = np.flatnonzero((np.diff(clusters, prepend=-1) != 0) | (np.diff(strides, prepend=0) != 0))
-    runs = np.add.reduceat(lines.counts[order], firsts)
+    runs = np.add.reduceat(slabs.counts[order], firsts)
     best = np.lexsort((runs, clusters[firsts]))  # the last of each cluster has most
     widths[clusters[firsts][best]] = strides[firsts][best]
     return widths
 
 
-def _joined(lines: _Slabs, odd: np.ndarray) -> _Slabs:
-    """Return the other rows, and each run of the odd ones as a row."""
-    return _Slabs(*map(np.append, lines.pick(~odd), lines.pick(odd).expanded()))
-
-
-def _rectangles(lines: _Slabs, width: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return rows as rectangles of matrices that are as wide as their strides.
+def _rectangles(slabs: _Slabs, width: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return slabs as rectangles of matrices that are as wide as their strides.
 
     Returns:
-        For each rectangle the number of its row, first line, end of lines, first column, and end of columns.
+        For each rectangle the number of its slab, first row, end of rows, first column, and end of columns.
     """
     which = np.arange(len(width))
-    row, column = lines.begins // width, lines.begins % width
-    head = np.minimum(lines.numels, width - column)
-    full, tail = np.divmod(lines.numels - head, width)  # a run of one that goes on over whole rows, and into the next
+    row, column = slabs.begins // width, slabs.begins % width
+    head = np.minimum(slabs.numels, width - column)
+    full, tail = np.divmod(slabs.numels - head, width)  # a run of one that goes on over whole rows, and into the next
     after = row + 1 + full
     zero = np.zeros_like(width)
     has_full, has_tail = full > 0, tail > 0
-    head_parts = which, row, row + lines.counts, column, column + head
+    head_parts = which, row, row + slabs.counts, column, column + head
     full_parts = (part[has_full] for part in (which, row + 1, after, zero, width))
-    tail_parts = (part[has_tail] for part in (which, after, after + lines.counts, zero, tail))
+    tail_parts = (part[has_tail] for part in (which, after, after + slabs.counts, zero, tail))
     return tuple(map(np.concatenate, zip(head_parts, full_parts, tail_parts, strict=True)))

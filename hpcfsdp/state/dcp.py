@@ -31,8 +31,8 @@ from hpcfsdp.state.load import load_model
 from hpcfsdp.state.model import ranks_of_model
 from hpcfsdp.state.optim import load, save
 from hpcfsdp.state.optim.initial import initial_state
-from hpcfsdp.state.optim.keys import StepsWholeTensors, get_aliases, get_param_to_fqns
-from hpcfsdp.state.optim.load_plan import hyper, merged
+from hpcfsdp.state.optim.keys import StepsWholeTensors, get_aliases, get_param_to_fqns, hyper
+from hpcfsdp.state.optim.load_plan import merged
 from hpcfsdp.state.optim.values import place_steps, same
 from hpcfsdp.state.rank0 import broadcast_values
 from hpcfsdp.state.settings import StateDictFormat, state_dict_type
@@ -290,11 +290,7 @@ def set_state_dict(
 
 
 def flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with one level: ``state.NAME.KEY``, ``param_groups.NAME.KEY``.
-
-    Raises:
-        StateDictError: a value that is neither a tensor nor a number.
-    """
+    """Return an optimizer's state dict with one level: ``state.NAME.KEY``, ``param_groups.NAME.KEY``."""
     found: dict[str, Any] = {}
     for name, state in state_dict["state"].items():
         for key, value in state.items() if isinstance(state, Mapping) else ():
@@ -315,9 +311,6 @@ def unflatten(state_dict: Mapping[str, Any], groups: Iterable[Sequence[str]]) ->
 
     Args:
         groups: the names of the parameters in each group of the optimizer.
-
-    Raises:
-        StateDictError: parameters of one group have other hyper-parameters.
     """
     groups = [list(names) for names in groups]
     known = {name for names in groups for name in names}

@@ -23,11 +23,10 @@ from hpcfsdp.hang.calls import public_call
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import FlatLayout, ParamSlot
 from hpcfsdp.reshard.sharded_tensors import fill_block
-from hpcfsdp.state.load_plan import Hook, Incoming, ModelLoadPlan, equal, own_hook, restore
+from hpcfsdp.state.load_plan import Hook, Incoming, ModelLoadPlan, equal, own_hook
 from hpcfsdp.state.model import has_extra_state, ranks_of_model
 from hpcfsdp.state.rank0 import FROM_RANK0, Rank0Source, checked
 from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.state.shown import flat_numel
 from hpcfsdp.state.tensors import Rank0Tensor
 from hpcfsdp.state.transfer import scatter
 from hpcfsdp.state.wrappers import clean_fqn
@@ -187,7 +186,7 @@ def commit(plan: ModelLoadPlan, first: Rank0Source | None) -> None:
 
 
 def _whole(source: Any, first: Rank0Source | None) -> torch.Tensor:
-    """Collective over the ranks of the model, or of a mesh, unless `source` is a plain tensor."""
+    """Collective over the ranks of the model, or of a mesh, unless `source` is a plain tensor. Return it whole."""
     if isinstance(source, Rank0Tensor):
         assert first is not None
         return first.broadcast(source)
@@ -250,7 +249,8 @@ def _undoing(plan: ModelLoadPlan) -> Callable[[], None]:
     @torch.no_grad()
     def undo() -> None:
         for registry, tensors in held:
-            restore(registry, tensors)
+            registry.clear()
+            registry.update(tensors)
         for tensor, values in before:
             if not equal(tensor, values):
                 tensor.copy_(values)
@@ -270,10 +270,8 @@ def _copied(state: Any) -> Any:
 
 def _fill(mesh: UnitMesh, flat: FlatParam, layout: FlatLayout, values: list[Any]) -> None:
     """Collective over the ranks of `mesh`. Copy values into the shard, cut as `layout` says."""
-    shard, moves = (
-        flat.parameter.data,
-        any(isinstance(value, (ShardedTensor, DTensor, Rank0Tensor)) for value in values),
-    )
+    shard = flat.parameter.data
+    moves = any(isinstance(value, (ShardedTensor, DTensor, Rank0Tensor)) for value in values)
     # Nothing may be received in memory that ranks share.
     target = shard.clone() if moves and flat.shares_gathered else shard
     scatter(mesh, LocalShards.of_shard(layout, target), values)
@@ -283,9 +281,7 @@ def _fill(mesh: UnitMesh, flat: FlatParam, layout: FlatLayout, values: list[Any]
 
 def _one_slot(flat: FlatParam) -> FlatLayout:
     """Return the layout of a flat parameter as one parameter."""
-    layout = flat.layout
-    slot = ParamSlot(flat_param_name(0), (flat_numel(layout),), 0)
-    return dataclasses.replace(layout, slots=(slot,))
+    return dataclasses.replace(flat.layout, slots=(ParamSlot(flat_param_name(0), (flat.layout.used_numel,), 0),))
 
 
 _WAITING = "_hpcfsdp_waiting"
@@ -293,7 +289,7 @@ _WAITING = "_hpcfsdp_waiting"
 
 
 class _MetadataProbe(nn.Module):
-    """In place of a module: notes the metadata that it is handed, and loads nothing.
+    """Stands in place of a module: notes the metadata that it is handed, and loads nothing.
 
     Torch keeps the versions of modules that a state dict has to itself, and hands each module its own.
     """

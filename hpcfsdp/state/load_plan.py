@@ -26,7 +26,6 @@ from hpcfsdp.state.shown import (
     check_source,
     digest_of,
     facts_of,
-    flat_numel,
     flat_params_shown,
     is_extra_state,
     orig_params_shown,
@@ -160,19 +159,12 @@ class LentTensors:
         return now
 
 
-def restore(registry: dict[str, Any], held: dict[str, Any]) -> None:
-    """Have a module's parameters or buffers be those that it has `held`, and no others."""
-    for name in [name for name in registry if name not in held]:
-        del registry[name]
-    for name, tensor in held.items():
-        if registry.get(name) is not tensor:
-            registry[name] = tensor
-
-
 Hook = tuple[nn.Module, Callable[..., Any]]
 """A module and what it has registered to be called when it has been loaded."""
 
 _own_hooks: list[Callable[..., Any]] = []
+
+_REMEDY = "load a full state dict, or do the hook's work in a load_state_dict post-hook of the module"
 
 
 def own_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -333,7 +325,7 @@ class ModelLoadPlan:
         """Return a context in which the modules of a unit have parameters without memory or value."""
         if kind_of(unit, unit.state_dict_settings.state_dict_type) is StateDictType.LOCAL_STATE_DICT:
             sharded_params = unit.sharded_params
-            blanks = {flat: _blank_param((flat_numel(flat.layout),), flat.layout.dtype) for flat in sharded_params}
+            blanks = {flat: _blank_param((flat.layout.used_numel,), flat.layout.dtype) for flat in sharded_params}
             for index, flat in enumerate(sharded_params):
                 self._shown[unit.flat_owner, flat_param_name(index)] = _Placeholder(flat, blanks[flat])
             with flat_params_shown(unit, blanks):
@@ -460,7 +452,7 @@ class ModelLoadPlan:
         target = shown.target
         mesh = self.sharded.get(target)
         try:
-            source = source_of(key, now)
+            source = source_of(key, now, "a tensor", _REMEDY)
             shape = now.shape if may_grow else shown.tensor.shape
             check_source(key, source, None if mesh else target, shape, mesh)
             # Tensor-parallel ranks have different flat parameters.
@@ -531,7 +523,7 @@ class ModelLoadPlan:
         if not isinstance(now, StandIn) and not now.is_meta:  # the caller's, or a copy of it
             return Incoming(now.detach().to(device, dtype, copy=True), True, device, dtype, requires_grad)
         try:
-            source = source_of(key, now)
+            source = source_of(key, now, "a tensor", _REMEDY)
             if source is now:
                 raise StateDictError(
                     f"{key!r}: while loading, its module created this tensor on the meta device, where its "

@@ -56,9 +56,6 @@ class DTensorRanks:
     def group(self) -> dist.ProcessGroup | None:
         """Collective over them, the first time for a mesh of several dimensions. Return their group; None for all
         ranks.
-
-        Raises:
-            CheckpointError: parts of the model are on different ranks.
         """
         mine = [mesh for mesh in self._meshes if mesh.get_coordinate() is not None]
         ranks = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in mine}
@@ -185,9 +182,6 @@ def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
 
     Args:
         group: those of a process group instead.
-
-    Raises:
-        StateDictError: there is no unit in the model.
     """
     units = units_of(model)
     if not units:
@@ -220,9 +214,6 @@ def hold_shards(model: nn.Module) -> None:
     """Have modules given to ``fully_shard`` hold their shards, as between steps.
 
     Collective over their ranks after a forward without a backward, or ``unshard``.
-
-    Raises:
-        CheckpointError: torch's FullyShardedDataParallel shards parts of the model, and names do not show how.
     """
     for path, module in model.named_modules():
         if isinstance(module, TorchFSDP):
@@ -267,12 +258,7 @@ def named_flat_params(
 
 
 def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, UnitMesh]]:
-    """Return each flat parameter, its layout under the names that parameters have in a checkpoint, and its mesh.
-
-    Raises:
-        CheckpointError: the ranks that hold all of a parameter are not those that checkpoint the model, or its
-            parameters are summoned.
-    """
+    """Return each flat parameter, its layout under the names that parameters have in a checkpoint, and its mesh."""
     units = units_of(model)
     largest = largest_mesh(units).comm() if units else None
     for wrapper, flat, layout in named_flat_params(model, CleanNames.of(model)):
@@ -300,9 +286,6 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
     """Return every parameter and persistent buffer, in the order of the model; not collective.
 
     Parameters that no unit owns, and buffers, count as replicated.
-
-    Raises:
-        CheckpointError: two tensors would have the same name.
     """
     found: list[StateTensor] = []
     for flat, layout, mesh in flat_params(model):

@@ -174,9 +174,6 @@ def checked(state_dict: Any, hint: str = "") -> Mapping[str, Any]:
 
     Args:
         hint: added to the message for None.
-
-    Raises:
-        TypeError: it is no mapping of names.
     """
     if not isinstance(state_dict, Mapping):
         hint = f": {hint}" if hint and state_dict is None else ""

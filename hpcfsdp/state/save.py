@@ -22,7 +22,7 @@ from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.sharded_tensors import create_sharded_tensor, full_tensor
 from hpcfsdp.state.settings import StateDictFormat, kind_of, settings_of
 from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.state.shown import StandIn, digest_of, flat_numel, flat_params_shown, orig_params_shown, shown_for
+from hpcfsdp.state.shown import StandIn, digest_of, flat_params_shown, orig_params_shown, shown_for, source_of
 from hpcfsdp.state.transfer import gather, keeping_scratch
 from hpcfsdp.state.wrappers import clean_fqn, with_clean_names
 from hpcfsdp.units.flat_unit import FlatUnit, flat_param_name, units_in
@@ -161,22 +161,12 @@ def _check_alike(comm: Communicator | Grid, units: list[FlatUnit], asked: list[t
 def _merge(found: _UnitStateDict, destination: dict[str, Any], prefix: str) -> None:
     """Add entries to `destination`, by clean names."""
     for name, value in with_clean_names(found, prefix).items():
-        destination[name] = _source(name, value)
+        remedy = "save a full state dict, or compute it afterwards from the full one"
+        destination[name] = source_of(name, value, "a parameter", remedy)
     metadata = getattr(destination, "_metadata", None)
     if metadata is not None:
         for path, facts in found._metadata.items():
             metadata[clean_fqn(path, prefix).rstrip(".")] = facts
-
-
-def _source(key: str, value: Any) -> Any:
-    if not isinstance(value, StandIn):
-        return value
-    if value.source is None:
-        raise StateDictError(
-            f"{key!r}: a hook computes it from a parameter of which this rank has only a part: save a full state "
-            "dict, or compute it afterwards from the full one"
-        )
-    return value.source
 
 
 @contextlib.contextmanager
@@ -290,7 +280,7 @@ def _local(unit: FlatUnit, flat: FlatParam, call: _Call) -> ShardedTensor:
 
     Collective over the shards, the first time.
     """
-    numel, shard_numel, mesh = flat_numel(flat.layout), flat.layout.shard_numel, unit.mesh
+    numel, shard_numel, mesh = flat.layout.used_numel, flat.layout.shard_numel, unit.mesh
     boxes, mine = {}, None
     for place, rank in enumerate(mesh.ranks(mesh.dtensor_dim)):
         begin, end = min(place * shard_numel, numel), min((place + 1) * shard_numel, numel)

@@ -84,12 +84,7 @@ def default_settings() -> StateDictSettings:
 def make_settings(
     kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
 ) -> StateDictSettings:
-    """Return settings of a kind, with torch's defaults for configurations that are not given.
-
-    Raises:
-        TypeError: `kind` is no ``StateDictType``.
-        StateDictError: a configuration is one of another kind.
-    """
+    """Return settings of a kind, with torch's defaults for configurations that are not given."""
     if not isinstance(kind, StateDictType):
         raise TypeError(f"state_dict_type must be a StateDictType, not {kind!r}")
     for name, given, expected in zip(
@@ -151,11 +146,7 @@ def set_optim_use_dtensor(settings: StateDictSettings) -> None:
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
-    """Return the settings of the units in `module`: those of the outermost one, as only some units may have a mesh.
-
-    Raises:
-        StateDictError: they are not set alike, or there are none.
-    """
+    """Return the settings of the units in `module`: those of the outermost one, as only some units may have a mesh."""
     (first, root), *others = _units(module)
     settings = root.state_dict_settings
     for name, unit in others:
@@ -168,11 +159,7 @@ def settings_of(module: nn.Module) -> StateDictSettings:
 
 
 def optim_format_of(module: nn.Module) -> StateDictFormat:
-    """Return how the units in `module` show the state of their optimizer.
-
-    Raises:
-        StateDictError: see ``settings_of`` and ``kind_of``.
-    """
+    """Return how the units in `module` show the state of their optimizer."""
     settings = settings_of(module)
     for _, unit in _units(module):
         kind_of(unit, settings.state_dict_type)
@@ -181,11 +168,7 @@ def optim_format_of(module: nn.Module) -> StateDictFormat:
 
 
 def kind_of(unit: FlatUnit, kind: StateDictType) -> StateDictType:
-    """Return the kind of state dict that a unit saves and loads under a setting: full, if it is not sharded.
-
-    Raises:
-        StateDictError: flat parameters of a model that was given a mesh.
-    """
+    """Return the kind of state dict that a unit saves and loads under a setting: full, if it is not sharded."""
     if unit.mesh.strategy is ShardingStrategy.NO_SHARD:
         if kind is not StateDictType.FULL_STATE_DICT:
             _log_whole(kind)

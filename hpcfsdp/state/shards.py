@@ -49,7 +49,7 @@ class LocalShards:
 
     @property
     def nbytes(self) -> int:
-        """Of the memory."""
+        """Bytes of the memory."""
         return sum({id(tensor): tensor.nbytes for tensor in self.tensors if tensor is not None}.values())
 
     def runs(self, rank: int) -> list[Run]:
@@ -122,8 +122,7 @@ class RangeBuffer(GatherBuffer):
     """
 
     def __init__(self, shards: LocalShards, mesh: UnitMesh, *, are_read_by_others: bool) -> None:
-        """Not collective.
-
+        """
         Args:
             are_read_by_others: the ranks of a node share the memory of the shards: nothing may be received there.
         """

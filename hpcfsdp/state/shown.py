@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.params.flat_param import FlatParam
-from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.reshard.sharded_tensors import all_boxes, check_readable, is_distributed
 from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
 from hpcfsdp.state.transfer import check_blocks, lies_on_dtensor_ranks
@@ -115,28 +114,20 @@ def flat_params_shown(unit: FlatUnit, values: Mapping[FlatParam, Any]) -> Iterat
             module._parameters.update(params)
 
 
-def flat_numel(layout: FlatLayout) -> int:
-    """Return elements of a flat parameter up to the end of its last parameter: the same for any number of ranks."""
-    return layout.used_numel
-
-
 def is_extra_state(key: str) -> bool:
     """Return whether a name is that of a module's extra state, which is an object even if it is a tensor."""
     return key.rpartition(".")[2] == "_extra_state"
 
 
-def source_of(key: str, now: torch.Tensor) -> Any:
-    """Return the value to load where a module has put `now`.
+def source_of(key: str, now: Any, what: str, remedy: str) -> Any:
+    """Return the value that `now` stands for, or `now` itself.
 
     Raises:
-        StateDictError: it was computed from a tensor that this rank does not have.
+        StateDictError: it was computed from `what`, of which this rank has not all; with a `remedy`.
     """
     source = now.source if isinstance(now, StandIn) else now
     if source is None:
-        raise StateDictError(
-            f"{key!r}: a hook computes it from a tensor of which this rank has only a part: load a full state dict, "
-            "or do the hook's work in a load_state_dict post-hook of the module"
-        )
+        raise StateDictError(f"{key!r}: a hook computes it from {what} of which this rank has only a part: {remedy}")
     return source
 
 
@@ -150,9 +141,6 @@ def check_source(
         target: the tensor that it is loaded into; None for a part of a flat parameter.
         shape: that of the whole.
         mesh: over which the parameter is sharded, None where it is not.
-
-    Raises:
-        StateDictError: it has another shape, no values that can be read here, or is on other ranks.
     """
     found, _ = shape_and_dtype(source)
     if tuple(found) != tuple(shape):

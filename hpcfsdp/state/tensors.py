@@ -64,7 +64,7 @@ class Runs:
 
     @classmethod
     def of(cls, edges: Sequence[int], ranks: Sequence[Sequence[int]]) -> Runs:
-        """From plain numbers. A tensor without elements has no run."""
+        """Make them of plain numbers. A tensor without elements has no run."""
         copies = len(ranks[0]) if len(ranks) else 1
         return cls(np.asarray(edges, np.int64), np.asarray(ranks, np.int64).reshape(-1, copies))
 
@@ -202,11 +202,7 @@ def unsharded(name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) ->
 
 
 def refuse_subclasses(tensors: Iterable[StateTensor]) -> None:
-    """Refuse tensors that compute, and keep their values, in a way of their own, such as quantized ones.
-
-    Raises:
-        CheckpointError: names the first.
-    """
+    """Refuse tensors that compute, and keep their values, in a way of their own, such as quantized ones."""
     for name, kind in ((each.name, type(piece.tensor)) for each in tensors for piece in each.pieces):
         if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise CheckpointError(

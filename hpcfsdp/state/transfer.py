@@ -69,12 +69,14 @@ def _gather_to_rank0(
     mesh: UnitMesh, parts: LocalShards, dtype: torch.dtype, target: torch.device
 ) -> dict[int, torch.Tensor]:
     """Collective over the first replica. Return whole tensors on its first rank, nothing on the others."""
-    blocks, slots = parts.over(mesh, "shard", "tensor"), parts.layout.slots
+    blocks = parts.over(mesh, "shard", "tensor")
+    return _gather_boxes(blocks, parts, parts.present, _all_on_first(blocks), dtype, target)
 
-    def boxes(rank: int, index: int) -> Sequence[Box]:
-        return [whole_box(slots[index].whole_shape)] if blocks.places[rank] == (0, 0) else ()
 
-    return _gather_boxes(blocks, parts, parts.present, boxes, dtype, target)
+def _all_on_first(blocks: ShardedBlocks) -> BoxesOf:
+    """Return the boxes of a distribution in which the first rank has everything."""
+    slots = blocks.layout.slots
+    return lambda rank, index: [whole_box(slots[index].whole_shape)] if blocks.places[rank] == (0, 0) else ()
 
 
 def _gather_boxes(
@@ -234,12 +236,8 @@ def scatter(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> None:
 def _scatter_from_rank0(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any], chosen: Collection[int]) -> None:
     """Collective over the ranks of `mesh`. Fill the first replica from its first rank, then the others from it."""
     if mesh.is_first("replicate"):
-        blocks, slots = parts.over(mesh, "shard", "tensor"), parts.layout.slots
-
-        def boxes(rank: int, index: int) -> Sequence[Box]:
-            return [whole_box(slots[index].whole_shape)] if blocks.places[rank] == (0, 0) else ()
-
-        _scatter_boxes(blocks, parts, values, chosen, boxes)
+        blocks = parts.over(mesh, "shard", "tensor")
+        _scatter_boxes(blocks, parts, values, chosen, _all_on_first(blocks))
     if mesh.size("replicate") > 1:
         _copy_from_first_replica(mesh, parts, chosen)
 
@@ -289,9 +287,6 @@ def check_blocks(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int])
 
     Args:
         ranks: those of the world, see ``UnitMesh.ranks``.
-
-    Raises:
-        StateDictError: they have not all of it, or it is a ``DTensor`` that is not made of blocks.
     """
     try:
         boxes = all_boxes(value)

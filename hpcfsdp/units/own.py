@@ -17,8 +17,7 @@ from hpcfsdp import _compat
 from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError, ShardingError
 from hpcfsdp.params.layout import TensorBlock
-from hpcfsdp.reshard.dtensor_extensions import blocks_of, local_block
-from hpcfsdp.reshard.sharded_tensors import is_sharded
+from hpcfsdp.reshard.sharded_tensors import blocks_of, is_sharded, local_block
 from hpcfsdp.units.options import NOTHING_IGNORED, Ignored
 from hpcfsdp.units.unit_mesh import UnitMesh
 

@@ -16,8 +16,7 @@ from hpcfsdp import _compat
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.flat_param import set_grad
 from hpcfsdp.params.layout import TensorBlock
-from hpcfsdp.reshard.dtensor_extensions import Placed, as_dtensor
-from hpcfsdp.reshard.sharded_tensors import full_tensor
+from hpcfsdp.reshard.sharded_tensors import Placed, as_dtensor, full_tensor
 from hpcfsdp.units.own import hide, unit_fqn
 from hpcfsdp.units.unit_mesh import UnitMesh, describe_mesh
 

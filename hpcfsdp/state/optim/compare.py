@@ -86,92 +86,65 @@ Groups = list[tuple[list[str], dict[str, Any]]]
 
 @dataclass
 class RankState:
-    """The state of one rank's optimizer, as a message to all others.
+    """The state of one rank's optimizer, as a message to all others. A part is pickled and sent only if ranks differ.
+
+    Many parameters have equal state: it is stored once, and each parameter has a number that refers to it.
 
     Attributes:
         groups: the optimizer's, each with the names of its sharded parameters, in order, and its hyper-parameters.
         states: by the name of the first parameter that an entry is for; sharded parameters alone.
         empty: names of parameters without elements in the rank's shard: it needs no state for them, and sends none.
         unsharded: of all other parameters.
-        names: of all sharded parameters, in the order of the model, the same on all ranks; None for the names in
+        names: of all sharded parameters, in the order of the model, the same on all ranks; by default those in
             `states` and `empty`.
         with_shapes: whether tensors must have the same shape on all ranks; those of shards need not.
         order: of groups, parameters and keys in this rank's optimizer; ranks may have different ones.
+        infos: the different states of sharded parameters.
+        codes: int32, for each name the place of its state in `infos`, or the reason why there is none.
+        digests: of each part; those of equal parts are equal.
     """
 
     groups: Groups
     states: dict[str, StateInfo]
     empty: set[str] = field(default_factory=set)
     unsharded: dict[str, StateInfo] = field(default_factory=dict)
-    names: Sequence[str] | None = None
+    names: Sequence[str] = ()
     with_shapes: bool = False
     order: Sequence[Any] = ()
 
-    def packed(self) -> PackedState:
-        """Return the form in which it is sent."""
-        names = sorted({*self.states, *self.empty}) if self.names is None else list(self.names)
-        places: dict[bytes, int] = {}
-        infos: list[StateInfo] = []
-        codes = np.full(len(names), _LACKS, np.int32)
-        for index, name in enumerate(names):
+    def __post_init__(self) -> None:
+        self.names = list(self.names) or sorted({*self.states, *self.empty})
+        self._places: dict[bytes, int] = {}
+        self.infos: list[StateInfo] = []
+        self.codes = np.full(len(self.names), _LACKS, np.int32)
+        for index, name in enumerate(self.names):
             if name in self.empty:
-                codes[index] = _HOLDS_NOTHING
+                self.codes[index] = _HOLDS_NOTHING
             elif name in self.states:
                 info = self.states[name]
-                codes[index] = places.setdefault(digest(info.kinds(with_shapes=self.with_shapes)), len(places))
-                if codes[index] == len(infos):
-                    infos.append(info)
-        kinds = {name: info.kinds(with_shapes=True) for name, info in self.unsharded.items()}
-        return PackedState(
-            parts={"groups": self.groups, "names": names, "unsharded": self.unsharded},
-            kinds=list(places),
-            infos=infos,
-            codes=codes,
-            digests={
-                "groups": digest(self.groups),
-                "names": digest(names),
-                "states": digest((list(places), codes.tobytes())),
-                "unsharded": digest(kinds),
-                "order": digest(self.order),
-            },
-            with_shapes=self.with_shapes,
-        )
-
-
-@dataclass(frozen=True)
-class PackedState:
-    """A ``RankState`` in parts. A part is sent only if ranks differ in it.
-
-    Many parameters have equal state: it is stored once, and each parameter has a number that refers to it.
-
-    Attributes:
-        parts: groups, names and unsharded state, as they are.
-        kinds: digests of the different states of sharded parameters.
-        infos: these states.
-        codes: int32, for each name the place of its state in `infos`, or the reason why there is none.
-        digests: of each part; those of equal parts are equal.
-        with_shapes: see ``RankState``.
-    """
-
-    parts: dict[str, Any]
-    kinds: list[bytes]
-    infos: list[StateInfo]
-    codes: np.ndarray
-    digests: dict[str, bytes]
-    with_shapes: bool
+                kind = digest(info.kinds(with_shapes=self.with_shapes))
+                self.codes[index] = self._places.setdefault(kind, len(self._places))
+                if self.codes[index] == len(self.infos):
+                    self.infos.append(info)
+        self.digests = {
+            "groups": digest(self.groups),
+            "names": digest(self.names),
+            "states": digest((list(self._places), self.codes.tobytes())),
+            "unsharded": digest({name: info.kinds(with_shapes=True) for name, info in self.unsharded.items()}),
+            "order": digest(self.order),
+        }
 
     def text(self, part: str) -> bytes:
-        """The pickle of a part. Raises what a user's own values raise when they are pickled."""
+        """Return the pickle of a part. Raise what a user's own values raise when they are pickled."""
         if part == "order":
             return b""  # enough that it differs
         if part == "states":
-            return pickle.dumps((self.table, self.codes))
-        return pickle.dumps(self.parts[part])
+            return pickle.dumps((self.table(), self.codes))
+        return pickle.dumps(getattr(self, part))
 
-    @property
     def table(self) -> list[tuple[bytes, bytes]]:
-        """The different states: their digests and pickles."""
-        return [*zip(self.kinds, map(pickle.dumps, self.infos), strict=True)]
+        """Return digests and pickles of the different states."""
+        return [*zip(self._places, map(pickle.dumps, self.infos), strict=True)]
 
 
 class GatheredState:
@@ -181,9 +154,8 @@ class GatheredState:
     alone.
     """
 
-    def __init__(self, mine: PackedState, received: Sequence[Mapping[str, bytes]]) -> None:
-        """Not collective.
-
+    def __init__(self, mine: RankState, received: Sequence[Mapping[str, bytes]]) -> None:
+        """
         Args:
             received: by rank, the parts that are not the same on all ranks, compressed.
         """
@@ -198,7 +170,7 @@ class GatheredState:
 
     @cached_property
     def unsharded(self) -> list[dict[str, StateInfo]]:
-        """By rank, likewise."""
+        """The states of unsharded parameters, by rank."""
         return self._by_rank("unsharded")
 
     @property
@@ -208,12 +180,12 @@ class GatheredState:
 
     @cached_property
     def states(self) -> tuple[list[str], list[StateInfo], np.ndarray]:
-        """Of sharded parameters: the names, the different states, and codes, ranks x names.
+        """The names of sharded parameters, their different states, and codes, ranks x names.
 
         One row stands for all ranks if they have the same.
         """
         if not {"names", "states"} & self._received[0].keys():
-            return self._mine.parts["names"], self._mine.infos, self._mine.codes[None]
+            return list(self._mine.names), self._mine.infos, self._mine.codes[None]
         names_of = self._by_rank("names")
         different = {id(own): own for own in names_of}
         names = list(dict.fromkeys(itertools.chain.from_iterable(different.values())))
@@ -239,11 +211,11 @@ class GatheredState:
 
     @cached_property
     def _own_states(self) -> tuple[list[tuple[bytes, bytes]], np.ndarray]:
-        return self._mine.table, self._mine.codes
+        return self._mine.table(), self._mine.codes
 
     def _by_rank(self, part: str) -> list[Any]:
         if part not in self._received[0]:
-            return [self._mine.parts[part]] * len(self._received)
+            return [getattr(self._mine, part)] * len(self._received)
         known: dict[bytes, Any] = {}
         for rank, texts in enumerate(self._received):
             if texts[part] not in known:
@@ -262,7 +234,7 @@ def _unpickled(rank: int, text: bytes) -> Any:
 
 
 def allgather_state_info(
-    ranks: Communicator | Grid, mine: PackedState, digests: Sequence[Mapping[str, bytes]] | None = None
+    ranks: Communicator | Grid, mine: RankState, digests: Sequence[Mapping[str, bytes]] | None = None
 ) -> GatheredState:
     """Collective over `ranks`. Return the states of all ranks.
 
@@ -325,11 +297,7 @@ def differing_unsharded(gathered: GatheredState) -> str | None:
 
 
 def check_same_groups(gathered: GatheredState) -> None:
-    """Check that the optimizers of all ranks have groups of the same parameters, with the same hyper-parameters.
-
-    Raises:
-        StateDictError: with the first difference, and both ranks; or they cannot be unpickled.
-    """
+    """Check that the optimizers of all ranks have groups of the same parameters, with the same hyper-parameters."""
     first, *others = gathered.groups
     for rank, groups in enumerate(others, 1):
         if groups is first:

@@ -46,11 +46,7 @@ class OptimizerState:
     groups: list[dict[str, Any]]
 
     def only(self, names: Collection[str]) -> OptimizerState:
-        """Return the state of some parameters, in the groups that have one of them.
-
-        Raises:
-            CheckpointError: it steps none of them.
-        """
+        """Return the state of some parameters, in the groups that have one of them."""
         groups = [{**group, "params": [name for name in group["params"] if name in names]} for group in self.groups]
         if not any(group["params"] for group in groups):
             raise CheckpointError("the optimizer steps no parameter that names= chooses: leave the optimizer out")
@@ -79,10 +75,6 @@ def local_state(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
 
     Args:
         states: the optimizer's, or what one of ``StepsWholeTensors`` shows.
-
-    Raises:
-        CheckpointError: the optimizer steps a parameter that the model does not have, or has state that belongs to no
-            parameter or cannot be divided.
     """
     odd = next((key for key in states if not isinstance(key, torch.Tensor)), None)
     if odd is not None:
@@ -101,17 +93,17 @@ def local_state(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
 def gather_state(
     comm: Communicator, model: nn.Module, optimizer: torch.optim.Optimizer, states: States
 ) -> tuple[LocalOptimState, GatheredState | None]:
-    """Collective over `comm`. As ``local_state``, and what ranks hold of original parameters, if the model has any."""
+    """Collective over `comm`. Return ``local_state``, and what ranks hold of original parameters, if there are any."""
     with raise_together(comm) as exchange:
         hold_shards(model)
-        own, packed = local_state(model, optimizer, states), None
+        own, message = local_state(model, optimizer, states), None
         flats = [info for info in own.infos.values() if info.flat.use_orig_params]
         if any(info.comm.size > 1 or info.mesh.tensor for info in flats):
-            packed = own.to_message().packed()
-            exchange.mine = packed.digests
-    if packed is None or None in exchange.everyone:  # ranks with other models: their plans will differ
+            message = own.to_message()
+            exchange.mine = message.digests
+    if message is None or None in exchange.everyone:  # ranks with other models: their plans will differ
         return own, None
-    return own, allgather_state_info(comm, packed, exchange.everyone)
+    return own, allgather_state_info(comm, message, exchange.everyone)
 
 
 def state_elsewhere(gathered: GatheredState | None) -> dict[str, StateInfo]:
@@ -135,9 +127,6 @@ def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo], ra
     Args:
         ranks: of the model.
         elsewhere: see ``state_elsewhere``.
-
-    Raises:
-        CheckpointError: a value is neither a tensor nor a number.
     """
     tensors: list[StateTensor] = []
     scalars: dict[str, Scalar] = {}
@@ -234,7 +223,7 @@ class OptimizerRestore:
         self._state: dict[str, dict[str, Any]] = {}
         self._unread: list[tuple[str, str, list[str], list[torch.Tensor]]] = []
         self.tensors: list[StateTensor] = []
-        """To be filled: every piece is memory of the new state."""
+        """What is to be filled: every piece is memory of the new state."""
         pairs = zip(optimizer.param_groups, plan.groups, strict=True)
         hypers = {key: own for own, group in pairs for key in group["params"]}
         owners = {key.unflat_param_names[0]: (plan.params[own], hypers[own]) for key, own in plan.keys.items()}

@@ -26,10 +26,10 @@ _BEFORE_STEP = {"step": 0, "mu_product": 1}
 
 @contextlib.contextmanager
 def initial_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Collective over all ranks of a model with units, and of an optimizer of whole tensors.
+    """Return a context in which an optimizer that has no state on any rank has that of its first step.
 
-    A context in which an optimizer that has no state on any rank has that of its first step. After it the optimizer is
-    as it was, or as it has been loaded.
+    Collective over all ranks of a model with units, and of an optimizer of whole tensors. After it the optimizer is as
+    it was, or as it has been loaded.
     """
     whole = isinstance(optimizer, StepsWholeTensors)
     ranks = ranks_of_model(model) if units_in(model) else communicator_of(model) if whole else None

@@ -167,12 +167,7 @@ def get_aliases(model: nn.Module) -> dict[str, str]:
 
 
 def get_param_groups_of_optim_input(model: nn.Module, optim_input: OptimInput = None) -> list[list[nn.Parameter]]:
-    """Return the parameters in each group of an optimizer that is built from `optim_input`. Exhausts generators.
-
-    Raises:
-        TypeError: `optim_input` is neither parameters nor groups of them.
-        ValueError: it is empty.
-    """
+    """Return the parameters in each group of an optimizer that is built from `optim_input`. Exhausts generators."""
     if optim_input is None:
         return [list(model.parameters())]
     if isinstance(optim_input, (str, bytes, torch.Tensor, Mapping)) or not isinstance(optim_input, Iterable):
@@ -195,11 +190,7 @@ def get_param_groups_of_optim_input(model: nn.Module, optim_input: OptimInput = 
 
 
 def get_param_id_to_param_from_optim_input(model: nn.Module, optim_input: OptimInput = None) -> dict[int, nn.Parameter]:
-    """Return the numbers that an optimizer built from `optim_input` gives to parameters.
-
-    Raises:
-        TypeError, ValueError: see ``get_param_groups_of_optim_input``.
-    """
+    """Return the numbers that an optimizer built from `optim_input` gives to parameters."""
     return dict(enumerate(itertools.chain.from_iterable(get_param_groups_of_optim_input(model, optim_input))))
 
 
@@ -223,9 +214,6 @@ def get_param_key_to_param(
 
     Names are those that the optimizer was given (``named_parameters`` of torch's ``_NamedOptimizer``, ``params`` of
     TorchRec's ``KeyedOptimizer``), and otherwise those of ``model.named_parameters()``, names of wrappers included.
-
-    Raises:
-        StateDictError: the optimizer steps a parameter that neither has a name for.
     """
     params = [param for group in optim.param_groups for param in group["params"]]
     if not is_named_optimizer:
@@ -260,11 +248,7 @@ def get_param_to_param_key(
 def resolve_param_keys(
     model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: OptimInput, *, is_named_optimizer: bool = False
 ) -> dict[ParamKey, nn.Parameter]:
-    """Return the parameters of an optimizer by their keys, from the optimizer or from what it was built from.
-
-    Raises:
-        StateDictError: both are given, and the one was not built from the other.
-    """
+    """Return the parameters of an optimizer by their keys, from the optimizer or from what it was built from."""
     if optim is None:
         return dict(get_param_id_to_param_from_optim_input(model, optim_input))
     if optim_input is not None:
@@ -283,11 +267,7 @@ def map_param_key_to_optim_keys(
     param_to_fqns: Mapping[nn.Parameter, Sequence[str]],
     fqn_to_info: Mapping[str, FSDPParamInfo],
 ) -> dict[OptimStateKey, ParamKey]:
-    """Return the keys of an optimizer's parameters, by the names that all ranks know; in the order of the optimizer.
-
-    Raises:
-        StateDictError: the optimizer steps a parameter that the model does not have.
-    """
+    """Return the keys of an optimizer's parameters, by the names that all ranks know; in the order of the optimizer."""
     found: dict[OptimStateKey, ParamKey] = {}
     for key, param in param_key_to_param.items():
         if param not in param_to_fqns:
@@ -300,13 +280,18 @@ def map_param_key_to_optim_keys(
     return found
 
 
+def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyper-parameters of a group: all but its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
 def with_params(group: Mapping[str, Any], params: list[Any], names: list[Any]) -> dict[str, Any]:
     """Return a copy of a parameter group with other keys for its parameters.
 
     Args:
         names: of the parameters, in a group of an optimizer that was built from names.
     """
-    copied = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    copied = copy.deepcopy(hyper(group))
     return {**copied, **({"param_names": list(names)} if "param_names" in copied else {}), "params": params}
 
 
@@ -316,9 +301,6 @@ def check_missing_keys_on_rank(rank: int, present: Iterable[str], expected: Mapp
     Args:
         present: the names of parameters of which `rank` has state.
         expected: names, each with a rank that has it.
-
-    Raises:
-        StateDictError: with all names that are missing, and the ranks.
     """
     here = set(present)
     missing = {name: other for name, other in expected.items() if name not in here}
@@ -332,11 +314,7 @@ def check_missing_keys_on_rank(rank: int, present: Iterable[str], expected: Mapp
 
 
 def check_known(names: Iterable[Any], known: Iterable[str], what: str) -> None:
-    """Raise if one of `names` is none of the model's.
-
-    Raises:
-        StateDictError: with the name, and the one that is nearest.
-    """
+    """Raise if one of `names` is none of the model's."""
     known = set(known)
     unknown = [name for name in names if name not in known]
     if not unknown:

@@ -222,9 +222,9 @@ def optim_state_dict_to_load(
                     f"optimizer state {key!r} belongs to no parameter of the model: it is copied unchanged",
                     stacklevel=4,
                 )
-            packed = plan.to_message().packed()
-            exchange.mine = packed.digests
-        gathered = allgather_state_info(ranks, packed, exchange.everyone)
+            message = plan.to_message()
+            exchange.mine = message.digests
+        gathered = allgather_state_info(ranks, message, exchange.everyone)
         with raise_together(ranks):
             check_same_groups(gathered)
             convert_all_state_info(gathered)

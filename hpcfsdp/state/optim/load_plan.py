@@ -28,6 +28,7 @@ from hpcfsdp.state.optim.keys import (
     get_fqn_to_fsdp_param_info,
     get_param_groups_of_optim_input,
     get_param_to_fqns,
+    hyper,
     map_param_key_to_optim_keys,
     resolve_param_keys,
     sorted_items,
@@ -83,10 +84,6 @@ def plan_flat_state(
     Args:
         states: of the whole model's optimizer, by name.
         elementwise: see ``elementwise_names``.
-
-    Raises:
-        StateDictError: some parameters have state that others lack, or another kind of state, a scalar of another
-            value, or a tensor of another shape than the parameter.
     """
     fqns = list(info.param_indices)
     present = [fqn for fqn in fqns if states.get(fqn)]
@@ -197,11 +194,7 @@ def _check_shape(fqn: str, name: str, value: Any, shape: Sequence[int]) -> None:
 
 
 def flatten_zero_dim_tensor_optim_state(name: str, values: Sequence[torch.Tensor], fqns: Sequence[str]) -> torch.Tensor:
-    """Return the scalar that all parameters of one flat parameter have, as a new tensor.
-
-    Raises:
-        StateDictError: they have different ones.
-    """
+    """Return the scalar that all parameters of one flat parameter have, as a new tensor."""
     for fqn, value in zip(fqns, values, strict=True):
         if value.dtype != values[0].dtype or not same(value, values[0]):
             raise StateDictError(
@@ -213,11 +206,7 @@ def flatten_zero_dim_tensor_optim_state(name: str, values: Sequence[torch.Tensor
 
 
 def flatten_non_tensor_optim_state(name: str, values: Sequence[Any], fqns: Sequence[str]) -> Any:
-    """Return the value that all parameters of one flat parameter have, copied.
-
-    Raises:
-        StateDictError: they have different ones, or it cannot be copied.
-    """
+    """Return the value that all parameters of one flat parameter have, copied."""
     for fqn, value in zip(fqns, values, strict=True):
         if type(value) is not type(values[0]) or not same(value, values[0]):
             raise StateDictError(
@@ -255,8 +244,7 @@ class LoadPlan:
         strict: bool = True,
         in_file: bool = False,
     ) -> None:
-        """Not collective.
-
+        """
         Args:
             optim, optim_state_dict, optim_input: see ``optim_state_dict_to_load``.
             strict: parameters with state in the optimizer must have some in the state dict.
@@ -450,16 +438,12 @@ class LoadPlan:
         groups = [
             (
                 [name for key in group["params"] for name in names_of[key] if name in sharded],
-                {key: picklable(value) for key, value in group.items() if key != "params"},
+                {key: picklable(value) for key, value in hyper(group).items()},
             )
             for group in self.groups or ()
         ]
         states = {fqn: StateInfo.of(state) for fqn, state in self.states.items() if fqn in sharded}
         return RankState(groups, states, names=list(self.infos), with_shapes=True)
-
-
-def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from hpcfsdp.state.optim.keys import (
     describe,
     get_fqn_to_fsdp_param_info,
     get_param_to_fqns,
+    hyper,
     is_named_optimizer,
     map_param_key_to_optim_keys,
     resolve_param_keys,
@@ -72,8 +73,7 @@ class FlatParamState:
     def of(
         cls, info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], merged: Mapping[str, StateInfo]
     ) -> FlatParamState:
-        """Not collective.
-
+        """
         Args:
             states: this rank's, by the first parameter that an entry is for.
             merged: those of all ranks, see ``convert_all_state_info``: for parameters without elements on this rank.
@@ -139,8 +139,7 @@ class LocalOptimState:
         *,
         in_file: bool = False,
     ) -> None:
-        """Not collective.
-
+        """
         Args:
             in_file: whether names are those of a checkpoint, see ``state.model.flat_params``.
 
@@ -171,8 +170,8 @@ class LocalOptimState:
         self.users = {key: _copied_or_tensor((key,), value) for key, value in given.items() if key not in self.params}
         self.groups = optim_state_dict.get("param_groups")
         for group in self.groups or ():
-            for hyper, value in group.items():
-                deep_copy(f"{hyper!r} of a parameter group", value)
+            for name, value in group.items():
+                deep_copy(f"{name!r} of a parameter group", value)
         strangers = [key for key in self.users if isinstance(key, int)]
         strangers += [key for group in self.groups or () for key in group["params"] if key not in self.params]
         if strangers:
@@ -222,7 +221,7 @@ class LocalOptimState:
         groups = []
         for group in self.groups or ():
             names = [name for key in group["params"] for name in self.fqns[self.params[key]] if name in self.infos]
-            groups.append((names, {key: picklable(value) for key, value in group.items() if key != "params"}))
+            groups.append((names, {key: picklable(value) for key, value in hyper(group).items()}))
         empty = {
             name
             for name, info in self.infos.items()
@@ -250,9 +249,6 @@ def check_state_shapes(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any]) 
 
     Args:
         fqn: of a parameter that is stepped by itself, or of the first one in a flat parameter.
-
-    Raises:
-        StateDictError: with both shapes.
     """
     if info.shows_whole(fqn):
         return
@@ -349,9 +345,8 @@ def optim_state_dict(
             if form.rank0_only and ranks.rank == 0:
                 own.check_is_first()
             message = own.to_message()
-            packed = message.packed()
-            exchange.mine = packed.digests
-        gathered = allgather_state_info(ranks, packed, exchange.everyone)
+            exchange.mine = message.digests
+        gathered = allgather_state_info(ranks, message, exchange.everyone)
         with raise_together(ranks):
             check_same_groups(gathered)
             merged = convert_all_state_info(gathered)

@@ -175,11 +175,7 @@ _NESTED_NUMEL = 1 << 16
 
 
 def check_nested(fqn: str, state: Mapping[str, Any]) -> None:
-    """Refuse values with large tensors in them, as histories of gradients: they are neither gathered nor divided.
-
-    Raises:
-        StateDictError: with the name of the state, and how many elements there are.
-    """
+    """Refuse values with large tensors in them, as histories of gradients: they are neither gathered nor divided."""
     for name, value in state.items():
         if isinstance(value, (torch.Tensor, bool, int, float, str, type(None))):
             continue
@@ -196,9 +192,6 @@ def deep_copy(what: str, value: Any) -> Any:
 
     Args:
         what: it is, for the error.
-
-    Raises:
-        StateDictError: it cannot be copied.
     """
     try:
         return copy.deepcopy(value)

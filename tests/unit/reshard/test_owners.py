@@ -10,9 +10,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.params.layout import FlatLayout
-from hpcfsdp.reshard import owners as owner_moves
+from hpcfsdp.reshard import owners as owning
 from hpcfsdp.reshard.boxes import whole_box
-from hpcfsdp.reshard.owners import BlockSharding, FlatSharding, Lattice, OwnerExchange, choose_owners
+from hpcfsdp.reshard.owners import BlockSharding, FlatSharding, OwnerExchange, RanksByDim, choose_owners
 from hpcfsdp.reshard.placements import mesh_blocks
 from tests.unit.reshard.layouts import VALUES, layout_of
 
@@ -23,14 +23,14 @@ MESHES = [(1, 1, 1), (1, 3, 1), (2, 2, 1), (3, 1, 1), (1, 2, 2), (2, 2, 2), (2, 
 def lattice_of(mesh, seed=0):
     """The ranks of a mesh, in any order."""
     ranks = np.random.default_rng(seed).permutation(math.prod(mesh)).reshape(mesh)
-    return Lattice.of(ranks)
+    return RanksByDim.of(ranks)
 
 
 def cuts_of(mesh, rank=0):
     """The cuts of all parameters, as `rank` has their layout."""
-    lattice = lattice_of(mesh)
-    layout = layout_of(mesh[1], mesh[2], int(lattice.places[rank][2]))
-    return [FlatSharding(layout, index, lattice) for index in range(len(VALUES))]
+    ranks_by_dim = lattice_of(mesh)
+    layout = layout_of(mesh[1], mesh[2], int(ranks_by_dim.places[rank][2]))
+    return [FlatSharding(layout, index, ranks_by_dim) for index in range(len(VALUES))]
 
 
 def elements(cut, boxes):
@@ -81,7 +81,7 @@ def shard_of(cut, rank, value):
 @pytest.mark.parametrize("limit", [1, 1 << 22], ids=["one by one", "together"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_tensors_are_gathered_and_scattered(run_ranks, monkeypatch, mesh, limit):
-    monkeypatch.setattr(owner_moves, "BATCH_NUMEL", limit)
+    monkeypatch.setattr(owning, "BATCH_NUMEL", limit)
     size = math.prod(mesh)
     owners = [(3 * index + 1) % size for index in range(len(VALUES))]
 
@@ -126,8 +126,8 @@ def test_blocks_of_any_mesh(data):
 
 def flat_cuts(shapes, size):
     layout = FlatLayout.plan([(str(n), shape, ()) for n, shape in enumerate(shapes)], torch.float32, size)
-    lattice = Lattice.of(np.arange(size)[None, :, None])
-    return [FlatSharding(layout, index, lattice) for index in range(len(shapes))]
+    ranks_by_dim = RanksByDim.of(np.arange(size)[None, :, None])
+    return [FlatSharding(layout, index, ranks_by_dim) for index in range(len(shapes))]
 
 
 def test_a_tensor_stays_on_the_rank_that_has_it():

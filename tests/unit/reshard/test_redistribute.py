@@ -140,9 +140,9 @@ def test_a_run_of_the_right_dtype_is_sent_and_received_in_its_place(run_ranks, d
         have, get = torch.arange(12, dtype=dtype), torch.zeros(12, dtype=dtype)
         seen, call = [], comm.all_to_all
 
-        def watch(outputs, inputs):
+        def watch(outputs, inputs, *, async_op):
             seen.append((outputs[1 - comm.rank].data_ptr(), inputs[1 - comm.rank].data_ptr()))
-            call(outputs, inputs)
+            return call(outputs, inputs, async_op=async_op)
 
         comm.all_to_all = watch
         whole = [Run(0, 0, 12, 0)]

@@ -1,6 +1,7 @@
 import pickle
 import threading
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -131,7 +132,7 @@ rank_states = st.builds(
 
 
 def digests(rank_state):
-    return rank_state.packed().digests
+    return replace(rank_state).digests  # of what it is now
 
 
 def description(rank_state):
@@ -210,7 +211,7 @@ def test_state_of_a_parameter_without_elements_on_a_rank_is_not_described():
     one, other = example(), example()
     other.states["q"] = StateInfo.of({"step": torch.tensor(1.0)})
     assert digests(one) == digests(other)
-    assert other.packed().infos == [other.states["p"]]
+    assert replace(other).infos == [other.states["p"]]
 
 
 def test_a_name_that_is_another_object_has_the_same_digest():
@@ -236,7 +237,7 @@ class Counting:
 def test_ranks_that_have_the_same_send_hashes_alone(run_ranks):
     def body(comm):
         ranks, mine = Counting(comm), example(empty=set())
-        found = allgather_state_info(ranks, mine.packed())
+        found = allgather_state_info(ranks, mine)
         assert found.groups == [mine.groups] * 3
         assert all(unsharded is mine.unsharded for unsharded in found.unsharded)
         assert convert_all_state_info(found)["p"] is mine.states["p"]
@@ -259,15 +260,15 @@ def test_a_part_is_sent_only_if_ranks_have_different_ones(run_ranks, part):
             state.states["p"] = StateInfo.of({"rank": rank // 2})
         else:
             state.unsharded["u"] = StateInfo.of({"rank": rank // 2})
-        return state
+        return replace(state)
 
     def body(comm):
         ranks = Counting(comm)
-        return ranks.sent, allgather_state_info(ranks, mine(comm.rank).packed())
+        return ranks.sent, allgather_state_info(ranks, mine(comm.rank))
 
     for rank, (sent, found) in enumerate(run_ranks(3, body)):
         assert [*sent[1][1]] == [part]
-        assert sent[1][1][part] == zlib.compress(mine(rank).packed().text(part))
+        assert sent[1][1][part] == zlib.compress(mine(rank).text(part))
         assert found.groups == [mine(rank).groups for rank in range(3)]
         assert found.unsharded == [mine(rank).unsharded for rank in range(3)]
         names, infos, codes = found.states
@@ -286,7 +287,7 @@ def test_the_state_of_many_parameters_is_described_once():
         held = names[rank * 100 : rank * 100 + count]
         return RankState([], {name: StateInfo.of(state) for name in held}, set(names) - set(held), names=names)
 
-    few, many = (len(zlib.compress(of(3, count).packed().text("states"))) for count in (1, 5000))
+    few, many = (len(zlib.compress(of(3, count).text("states"))) for count in (1, 5000))
     assert many - few < 100
     found = convert_all_state_info(gathered_of(of(0, 5000), of(50, 5000)))
     assert list(found) == names
@@ -315,8 +316,8 @@ def test_what_a_rank_cannot_unpickle_is_an_error_that_names_the_one_which_has_it
 
 def gathered_of(*of_ranks):
     """What is known when ranks have told each other, some parts or, as here, all of them."""
-    packed = [state.packed() for state in of_ranks]
-    return GatheredState(packed[0], [{part: zlib.compress(one.text(part)) for part in one.digests} for one in packed])
+    received = [{part: zlib.compress(one.text(part)) for part in one.digests} for one in of_ranks]
+    return GatheredState(of_ranks[0], received)
 
 
 def gathered(*states, empty=(), with_shapes=False):

@@ -75,7 +75,7 @@ def test_the_states_of_parameters_that_are_stepped_one_by_one(run_ranks, size, f
             if name not in empty
         }
         message = RankState([], {name: StateInfo.of(state) for name, state in own.items()}, empty)
-        return gathered(info, own, convert_all_state_info(allgather_state_info(comm, message.packed())), form)
+        return gathered(info, own, convert_all_state_info(allgather_state_info(comm, message)), form)
 
     first, *others = run_ranks(size, body)
     assert list(first) == list(whole)
@@ -92,7 +92,7 @@ def test_state_is_that_of_a_rank_which_holds_something_of_the_parameter(run_rank
         is_empty = info.is_empty_on("p", comm.rank)
         own = {"p": {"step": torch.tensor(1.0 if is_empty else 3.0), "count": 1 if is_empty else 3}}
         message = RankState([], {"p": StateInfo.of(own["p"])}, {"p"} if is_empty else set())
-        merged = convert_all_state_info(allgather_state_info(comm, message.packed()))
+        merged = convert_all_state_info(allgather_state_info(comm, message))
         found = gathered(info, own, merged)["p"]
         return found["step"].item(), found["count"]
 

@@ -383,7 +383,7 @@ def test_state_of_parameters_that_are_stepped_one_by_one_comes_back(
         own = flatten_optim_state(info, plans)
         empty = {name for name in shapes if info.is_empty_on(name, comm.rank)}
         message = RankState([], {name: StateInfo.of(state) for name, state in own.items()}, empty)
-        merged = convert_all_state_info(allgather_state_info(comm, message.packed()))
+        merged = convert_all_state_info(allgather_state_info(comm, message))
         return gathered(info, own, merged)
 
     for found in run_ranks(size, body):
