@@ -344,7 +344,7 @@ _classes: dict[type, type] = {}
 
 
 def extended_class(original: type) -> type:
-    """Return a subclass of a module's class and of ``FSDPModule``, always the same one."""
+    """Return a subclass of `original`, a module's class, and of ``FSDPModule``, always the same one."""
     if original not in _classes:
         made = type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
         _classes[original] = made

@@ -270,9 +270,9 @@ def _strategy(mesh: DeviceMesh | None) -> ShardingStrategy:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Not collective. Have a method gather the module's parameters, as its forward does.
+    """Not collective. Have the method `method_name` gather the parameters of `module`, as its forward does.
 
-    Does nothing for a module that ``fully_shard`` has not sharded.
+    It does nothing for a module that ``fully_shard`` has not sharded.
 
     Raises:
         ValueError: the module has no such method.

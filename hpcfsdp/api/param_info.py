@@ -38,6 +38,7 @@ class ParamInfo:
 
     @property
     def requires_grad(self) -> bool:
+        """Whether the parameter is trained."""
         return self.param.requires_grad
 
 
@@ -77,6 +78,8 @@ def param_groups(
     """Not collective. Divide the trained parameters into two optimizer groups, with and without weight decay.
 
     Args:
+        model: plain or sharded.
+        weight_decay: of the first group; that of the second is 0.
         decays: whether a parameter belongs to the first group; by default matrices do, biases and norms do not.
 
     Raises:

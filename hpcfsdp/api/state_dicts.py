@@ -92,6 +92,7 @@ class StateDictMethods(nn.Module):
         that hooks leave among the missing ones are refused, and loading is undone.
 
         Args:
+            state_dict: values by name.
             strict: all names must be present, and no others.
             assign: not supported: a sharded model keeps its own memory.
 

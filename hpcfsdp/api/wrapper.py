@@ -213,6 +213,7 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
+        """The argument of this name, as the two below."""
         return self._unit.options.backward_prefetch
 
     @property
@@ -333,6 +334,7 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Collective over all ranks. Clip the gradients of the whole model to a total norm. Call it on the root.
 
+        `max_norm` is the largest norm, `norm_type` the p of the p-norm, above 0 or inf; 0 counts elements other than 0.
         Parameters that are ignored count once, as if they were the same on all ranks.
 
         Returns:
@@ -397,7 +399,7 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As for any module; within ``summon_full_params`` without the names of wrappers."""
+        """Do as for any module; within ``summon_full_params`` without the names of wrappers."""
         if kwargs.get("recurse") is False:
             refuse_ddp_around(self._unit)
         if self._unit.root is not None:
@@ -408,12 +410,12 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
         return self._named(super().named_parameters(*args, **kwargs))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As for any module."""
+        """Do as for any module; `set_to_none` is the same."""
         with torch.no_grad():  # the program is given no parameters
             super().zero_grad(set_to_none)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As for any module; within ``summon_full_params`` without the names of wrappers."""
+        """Do as for any module; within ``summon_full_params`` without the names of wrappers."""
         return self._named(super().named_buffers(*args, **kwargs))
 
     def _named(self, found: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from hpcfsdp.units.options import Ignored
-from hpcfsdp.units.own import own_params
+from hpcfsdp.units.own import move_buffers, own_params
 from tests.unit.units.units import mark_as_unit
 
 
@@ -159,3 +159,39 @@ def test_parameters_that_only_have_a_name_of_their_own_are_sharded():
     model = nn.Linear(2, 2)
     model.weight = Named(torch.ones(2, 2))
     assert [entry.fqn for entry in own_params(model).entries] == ["weight", "bias"]
+
+
+class Wrapped(nn.Module):
+    """Stands for a unit that is wrapped already."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("inner", torch.zeros(1))
+        mark_as_unit(self)
+
+
+class Metric(nn.Module):
+    """Has an `_apply` of its own without `recurse`, as torchmetrics has it, and a tensor unknown to torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = torch.zeros(2)
+
+    def _apply(self, fn):
+        self.state = fn(self.state)
+        return super()._apply(fn)
+
+
+def test_modules_that_move_in_a_way_of_their_own():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(Metric(), nn.LSTM(2, 2)), nn.Sequential(Wrapped(), Metric()))
+    move_buffers(model, torch.device("meta"))
+    assert all(tensor.is_meta for tensor in (*model[0].buffers(), model[1][0].state, model[2][1].state))
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model[2][0].buffers()))
+
+
+def test_gradients_stay_with_their_parameters():
+    layer = nn.Linear(2, 2)
+    layer(torch.ones(1, 2)).sum().backward()
+    move_buffers(layer, torch.device("meta"))
+    assert not layer.weight.grad.is_meta
