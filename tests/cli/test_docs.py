@@ -291,17 +291,35 @@ def there(name):
     return (ROOT / "hpcfsdp" / name).exists() or (ROOT / name).exists()
 
 
-def test_the_table_of_meshes_is_what_the_program_on_the_page_computes():
-    page = "docs/how-to/mesh.md"
-    names = {}
-    (code,) = [code for code in blocks(page, "python") if "def costs" in code]
-    exec(code, names)
-    rows = re.findall(r"^\| (\d+) x \d+ x (\d+) \| (.*) \|$", (ROOT / page).read_text(), re.MULTILINE)
+def test_the_table_of_meshes_is_what_its_formulas_give():
+    """The sizes of docs/how-to/mesh.md, by the terms of its tables."""
+    from hpcfsdp.comm.mesh import plan_mesh
+    from hpcfsdp.launch.topology import Topology
+
+    layers, width, words, length, batch = 32, 4096, 32_000, 4096, 16
+    k, c, w = 4, 2, 2
+    cut, whole = layers * 12 * width**2, words * width
+    nodes = Topology.regular(num_nodes=4, ranks_per_node=4)
+    page = (ROOT / "docs/how-to/mesh.md").read_text()
+    rows = re.findall(r"^\| (\d+) x (\d+) x (\d+) \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) == 5
-    for replicate, tensor, row in rows:
-        state, units, activations, sequences, *sent = map(float, row.split(" | "))
-        assert names["costs"](int(replicate), int(tensor)) == [state, units, activations, *sent]
-        assert sequences == int(tensor)
+    for *shape, row in rows:
+        replicas, shards, tensor = map(int, shape)
+        plan = plan_mesh(nodes, {"replicate": replicas, "shard": shards, "tensor": tensor})
+        numel, sequences = cut / tensor + whole, batch * tensor // nodes.size
+        sent = (
+            2 * w * numel / shards * (replicas - 1) / replicas,
+            (2 * c + w) * numel * (shards - 1) / shards,
+            8 * c * layers * sequences * length * width * (tensor - 1) / tensor,
+        )
+        leaves = 0.0
+        for dimension, amount in enumerate(sent):
+            rings = [{nodes.node_rank(rank) for rank in ring} for ring in plan.lines(dimension)]
+            leaves += amount * sum(0 in ring and len(ring) > 1 for ring in rings)
+        state, unit = 4 * k * numel / shards, 2 * c * (cut / layers / tensor + whole) + 2 * w * cut / layers / tensor
+        activations = c * layers * (4 + 12 / tensor) * width * length
+        expected = (state / 1e9, unit / 1e9, activations / 1e9, sequences, *(each / 1e9 for each in (*sent, leaves)))
+        assert [float(each) for each in row.split(" | ")] == [round(each, 1) for each in expected]
 
 
 def test_the_table_of_folders_is_the_order_of_imports():
