@@ -120,14 +120,6 @@ def test_the_example_of_muon_learns(start, tmp_path):
     assert losses == pytest.approx([float(line.split()[-1]) for line in shown], rel=0.3)
 
 
-def test_quickstart(start, tmp_path):
-    """One example after the other: they read the file that the first one saves."""
-    for code in blocks("docs/tutorials/quickstart.md", "python"):
-        (tmp_path / "example.py").write_text(code)
-        job = start("example.py").wait()
-        assert job.code == 0, job.stderr
-
-
 EXAMPLES = """
 import torch.distributed as dist
 import hpcfsdp
