@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +46,7 @@ def parse(kind: type[Config], argv: Sequence[str], *, prog: str, environ: Mappin
     keys = known_keys(kind)
     _check_flags(arguments, keys)
     _check_environment(values, keys)
-    files, flags = _split_files(_with_values(arguments, _switches(kind)))
+    files, flags = _split_files(_with_values(arguments, {f"--{key}" for key, hint in _fields(kind) if hint is bool}))
     files = files or ([values[_variable("config")]] if _variable("config") in values else [])
     files = [path for path in files if _has_keys(Path(path), keys)]
     # In jsonargparse a file overrides the environment: give it everything as flags, the last of which counts.
@@ -62,26 +62,17 @@ def parse(kind: type[Config], argv: Sequence[str], *, prog: str, environ: Mappin
         raise UsageError(f"{prog.removeprefix('hpcfsdp ')}: {_one_line(error)}") from error
 
 
-def known_keys(kind: type, prefix: str = "") -> list[str]:
+def known_keys(kind: type) -> list[str]:
     """Return all keys of a configuration, ``section.key`` for those of a section."""
-    found: list[str] = []
-    for name, section in typing.get_type_hints(kind).items():
-        if dataclasses.is_dataclass(section):
-            found += [f"{prefix}{name}", *known_keys(typing.cast(type, section), f"{prefix}{name}.")]
-        else:
-            found.append(prefix + name)
-    return found
+    return [key for key, _ in _fields(kind)]
 
 
-def _switches(kind: type, prefix: str = "") -> set[str]:
-    """Return the flags of keys that are true or false."""
-    found: set[str] = set()
+def _fields(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a configuration with their types, those of a section after the section."""
     for name, hint in typing.get_type_hints(kind).items():
+        yield prefix + name, hint
         if dataclasses.is_dataclass(hint):
-            found |= _switches(typing.cast(type, hint), f"{prefix}{name}.")
-        elif hint is bool:
-            found.add(f"--{prefix}{name}")
-    return found
+            yield from _fields(typing.cast(type, hint), f"{prefix}{name}.")
 
 
 def _with_values(arguments: Sequence[str], switches: Iterable[str]) -> list[str]:

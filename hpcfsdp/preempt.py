@@ -21,7 +21,7 @@ EXIT_REQUEUE = 75
 _EVERY_S = 0.05
 """About how often ranks ask each other, where steps are shorter."""
 _MOST_STEPS = 20
-"""Between two questions: steps may suddenly become longer."""
+"""The most steps between two questions: steps may suddenly become longer."""
 _SPARE_S = 30.0
 """What a stop before the end of the job takes besides steps and saves: to leave, and clocks that differ."""
 
@@ -126,7 +126,7 @@ class Preemption:
 
 
 class _Exchange:
-    """What the ranks tell each other, in the background. Creating one is collective over all ranks."""
+    """What the ranks tell each other, in the background. To create one is collective over all ranks."""
 
     def __init__(self, world: World, step: int, number: int, ends: bool, end_s: float | None, step_s: float) -> None:
         import torch  # MPI has started by now

@@ -50,7 +50,7 @@ class World:
     """All processes of the job as this process sees them."""
 
     rank: int
-    """Of this process in the job, 0 to size - 1."""
+    """The rank of this process in the job, 0 to size - 1."""
     topology: Topology
     """Which ranks share a node."""
     device: torch.device
@@ -58,9 +58,9 @@ class World:
     comm: MPI.Intracomm
     """An mpi4py communicator over all processes, for your messages alone."""
     communicator: Communicator
-    """For tensors on `device`, over all ranks."""
+    """Collectives over all ranks on tensors on `device`."""
     host: MpiCommunicator
-    """For tensors in host memory, over all ranks; `communicator` itself where `device` is the CPU."""
+    """Collectives over all ranks on tensors in host memory; `communicator` itself where `device` is the CPU."""
     settings: _Settings
     """The arguments of ``init``."""
     made_process_group: bool

@@ -163,7 +163,7 @@ class Communicator:
 
     @_compat.outside_of_modes
     def gather(self, outputs: Tensors | None, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Work | None:
-        """On rank `dst` `outputs[i]` becomes rank i's `tensor`; `outputs` is None elsewhere. Sizes may differ."""
+        """`outputs[i]` on rank `dst` becomes rank i's `tensor`; `outputs` is None elsewhere. Sizes may differ."""
         label = f"gather to {dst} of {tensor.dtype}"
         check_peer(label, self, dst)
         self._check(label, tensor)

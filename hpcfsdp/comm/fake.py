@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hpcfsdp.comm.communicator import Communicator
-from hpcfsdp.comm.progress import Finished
+from hpcfsdp.comm.progress import Finished, finished
 from hpcfsdp.comm.reduce import OptionalTensors, Reduction
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
@@ -30,7 +30,7 @@ class FakeCommunicator(Communicator):
         return f"FakeCommunicator(rank={self.rank}, size={self.size})"
 
     def _barrier(self, async_op: bool) -> Finished | None:
-        return _work(async_op)
+        return finished(async_op)
 
     def _labelled_barrier(self, label: str, flag: bool) -> bool:
         return flag
@@ -46,21 +46,21 @@ class FakeCommunicator(Communicator):
     ) -> Finished | None:
         mine = shard.detach().clone()  # the shard may be a part of the output
         output.detach().view(self.size, -1).copy_(mine.view(1, -1))
-        return _work(async_op)
+        return finished(async_op)
 
     def _reduce_scatter_tensor(
         self, label: str, output: torch.Tensor, full: torch.Tensor, reduction: Reduction, async_op: bool
     ) -> Finished | None:
         mine = full.detach().view(self.size, -1)[self.rank]
         output.detach().view(-1).copy_(_reduce_equal(mine, reduction))
-        return _work(async_op)
+        return finished(async_op)
 
     def _all_reduce(self, label: str, tensor: torch.Tensor, reduction: Reduction, async_op: bool) -> Finished | None:
         tensor.detach().copy_(_reduce_equal(tensor.detach(), reduction))
-        return _work(async_op)
+        return finished(async_op)
 
     def _broadcast(self, label: str, tensor: torch.Tensor, src: int, async_op: bool) -> Finished | None:
-        return _work(async_op)
+        return finished(async_op)
 
     def _exchange(
         self, label: str, outputs: OptionalTensors, inputs: OptionalTensors, async_op: bool
@@ -74,15 +74,11 @@ class FakeCommunicator(Communicator):
                     f"{label} on rank {self.rank}: an output has {output.numel()} elements, its input {given.numel()}"
                 )
             output.detach().view(-1).copy_(given.detach().view(-1))
-        return _work(async_op)
+        return finished(async_op)
 
     def _subgroup(self, ranks: list[int]) -> FakeCommunicator:
         topology = self.topology.restrict(ranks)
         return FakeCommunicator(ranks.index(self.rank), len(ranks), topology=topology, device=self.device)
-
-
-def _work(async_op: bool) -> Finished | None:
-    return Finished() if async_op else None
 
 
 def _reduce_equal(mine: torch.Tensor, reduction: Reduction) -> torch.Tensor:

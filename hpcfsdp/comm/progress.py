@@ -271,6 +271,11 @@ class Finished:
         return True
 
 
+def finished(async_op: bool) -> Finished | None:
+    """Return what a collective that is complete returns."""
+    return Finished() if async_op else None
+
+
 _in_progress: list[Running] = []
 _awaited: set[Running] = set()
 _begun = threading.Event()

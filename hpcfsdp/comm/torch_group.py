@@ -17,7 +17,7 @@ from hpcfsdp import _compat, accelerator, env, timeline
 from hpcfsdp.comm.backend.process_group import is_mpi_group
 from hpcfsdp.comm.communicator import Communicator
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.comm.progress import Finished
+from hpcfsdp.comm.progress import Finished, finished
 from hpcfsdp.comm.reduce import OptionalTensors, Reduction, Tensors, divide_, reduce_rows
 from hpcfsdp.errors import DifferentCallsError
 from hpcfsdp.hang import events
@@ -130,7 +130,7 @@ class TorchGroupCommunicator(Communicator):
             of_node = torch.empty_like(by_place[: across.size])
             within._reduce_scatter_tensor(label, of_node, by_place, replace(reduction, size=within.size), False)
             across._reduce_scatter_tensor(label, output, of_node, replace(reduction, size=across.size), False)
-            return Finished() if async_op else None
+            return finished(async_op)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(_bytes(received), _bytes(sent), group=self.group, async_op=async_op)
         return _ended(work, async_op, lambda: reduce_rows(output, received.view(self.size, -1), reduction))
@@ -142,7 +142,7 @@ class TorchGroupCommunicator(Communicator):
         flat, native = tensor.detach().view(-1), _NATIVE_DTYPES | {torch.float16, torch.bfloat16}
         if accelerator.is_accelerator(self.device) and tensor.dtype.itemsize < reduction.accumulate.itemsize:
             self._all_reduce_narrow(label, flat, reduction)
-            return Finished() if async_op else None
+            return finished(async_op)
         if tensor.dtype in native and reduction.accumulate in _NATIVE_DTYPES and reduction.op in _NATIVE_OPS:
             total = flat.to(reduction.accumulate)
             work = dist.all_reduce(total, _NATIVE_OPS[reduction.op], self.group, async_op)
@@ -241,7 +241,7 @@ def _ended(
         return _Work(work, finish)
     with torch.no_grad():
         finish()
-    return Finished() if async_op else None  # a group that this rank is alone in, for example
+    return finished(async_op)  # a group that this rank is alone in, for example
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,11 +41,11 @@ from hpcfsdp.text.terminal import shown_lines
 log = logging.getLogger("hpcfsdp.job")
 
 OUTPUT_GRACE_S = 0.5
-"""Before an abort: launchers drop output that arrives after it."""
+"""Seconds between the output and an abort: launchers drop output that arrives after it."""
 GRACE_S = 4.0
 TELL_AFTER_S = 1.0
 LOOK_EVERY_S = 1.0
-"""Between two looks whether the launcher lives."""
+"""Seconds between two looks whether the launcher lives."""
 TOLD_BY_ONE = 128
 """A rank that exits early tells so many others, and each of them as many more, once it waits or exits itself."""
 _TAG = 1

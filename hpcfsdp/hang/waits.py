@@ -34,13 +34,13 @@ log = logging.getLogger("hpcfsdp.comm")
 LOOK_AFTER_S = 1.0
 """A wait of this length is a long one."""
 _LOOK_EVERY_S = (0.25, 4.0)
-"""Between two polls of the store, at first and after a long time."""
+"""Seconds between two polls of the store, at first and after a long time."""
 _MOST_READ = 16
 """The number of records of missing ranks that a rank reads."""
 _LOG_AT = (1, 3, 6, 12, 30)
 """When a wait is logged, in multiples of ``env.wait_log_s``; then after each further multiple of the last."""
 _MOST_LOGGING = 16
-"""Up to so many ranks of a group each logs its waits; in larger groups the lowest waiting rank does."""
+"""Ranks of a group up to which each logs its waits; in larger groups the lowest waiting rank does."""
 
 Place = tuple[Any, Any]
 """A collective: the key of its ``Member``, and the number of the call."""

@@ -133,10 +133,10 @@ class Watcher:
             path = self._inquiry.report_path(request, seat.job)
             self._answer(request)
             until_s = time.monotonic() + _ANSWER_S
-            while time.monotonic() < until_s and len(self._of_job(request)) < len(seat.nodes) and not path.exists():
+            while time.monotonic() < until_s and len(self._answers(request)) < len(seat.nodes) and not path.exists():
                 time.sleep(0.05)
             if is_new:
-                answers = self._of_job(request)
+                answers = self._answers(request)
                 if not answers:
                     log.error("the job hangs, and no rank on any node answers questions about it")
                     return None
@@ -181,19 +181,13 @@ class Watcher:
 
     def _watch_devices(self) -> None:
         while not self._ended.wait(_TICK_S):
-            with contextlib.suppress(Exception):  # a device that has failed raises
-                self._look_at_probes()
-
-    def _look_at_probes(self) -> None:
-        for reference in tuple(self._probes):
-            probe = reference()
-            if probe is None:
-                self._probes.remove(reference)
-            found = probe() if probe is not None else None
-            if found is not None and self.limit_s and found[0] > self.limit_s:
-                reason = f"has waited {found[0]:.0f} s for {found[1]}"
-                path = self.explain(reason)
-                self._end_job(f"{reason}: see {path}" if path else reason)
+            for probe in filter(None, [reference() for reference in self._probes]):
+                with contextlib.suppress(Exception):  # a device that has failed raises
+                    found = probe()
+                    if found is not None and 0 < self.limit_s < found[0]:
+                        reason = f"has waited {found[0]:.0f} s for {found[1]}"
+                        path = self.explain(reason)
+                        self._end_job(f"{reason}: see {path}" if path else reason)
 
     def _answer(self, request: Request) -> None:
         """Answer for this node, unless another of its ranks does."""
@@ -235,7 +229,7 @@ class Watcher:
         size = sum(map(len, seat.nodes))
         return {"job": seat.job, "node": seat.node, "num_nodes": len(seat.nodes), "size": size, "ranks": ranks}
 
-    def _of_job(self, request: Request) -> list[dict[str, Any]]:
+    def _answers(self, request: Request) -> list[dict[str, Any]]:
         answers = filter(report.is_answer, self._inquiry.answers(request))
         return [answer for answer in answers if answer["job"] == self._seat.job]
 

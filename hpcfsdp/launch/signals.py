@@ -19,7 +19,7 @@ from hpcfsdp.errors import LaunchError
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 _END = signal.SIGRTMAX - 1
-"""In place of SIGTERM, to a process of multiprocessing from its parent. It is not lost behind a SIGTERM that waits."""
+"""What a process of multiprocessing gets from its parent as SIGTERM. It is not lost behind a SIGTERM that waits."""
 _WAKE = signal.SIGRTMAX
 """Interrupts the main thread of such a process, in which a handler is to run."""
 

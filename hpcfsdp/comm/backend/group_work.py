@@ -76,7 +76,7 @@ class HostTensors:
         """Copy the outputs to the caller's tensors, and return these."""
         with torch.no_grad():
             for result, host in zip(self._results, self.outputs, strict=True):
-                if host is not result and (is_sparse(host) or _location(host) != _location(result)):
+                if host is not result and (is_sparse(host) or _spans([host]) != _spans([result])):
                     _copy_to_caller(result if is_sparse(result) else result.data, host)
         return self._results
 
@@ -113,10 +113,6 @@ def _spans(tensors: Tensors) -> list[tuple[int, int]]:
 
 def _overlap(spans: Iterable[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
     return any(begin < other_end and other < end for begin, end in spans for other, other_end in others)
-
-
-def _location(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.data_ptr()
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hpcfsdp import accelerator, env
 from hpcfsdp.comm.backend.group_work import GroupWork, HostTensors, is_sparse
-from hpcfsdp.comm.progress import Steps, run
+from hpcfsdp.comm.progress import run
 from hpcfsdp.comm.reduce import Tensors
 from hpcfsdp.errors import CommunicationError, LaunchError
 from hpcfsdp.hang import departure
@@ -79,29 +79,15 @@ def _create_group(options: Any, topology: Topology | None) -> MpiProcessGroup:
         parent = dist.group.WORLD if dist.is_initialized() else None
         topology = (parent.communicator if is_mpi_group(parent) else job).topology.restrict(ranks)
     if options.global_ranks_in_group:
-        _wait_for_members(options.store, job.comm.rank, ranks, timeout_s)
+        MemberRendezvous(options.store, job.comm.rank, ranks).wait(timeout_s)
         comm = create_group(job.comm, ranks)
     else:
         comm = job.comm.Dup()
     return MpiProcessGroup(MpiCommunicator(comm, topology, timeout_s=timeout_s, compare_calls=env.compare_calls()))
 
 
-def _wait_for_members(store: Any, rank: int, ranks: list[int], timeout_s: float) -> None:
-    """Collective over `ranks`. Wait until all members of a group are here, and agree on the list of members.
-
-    MPI itself would wait without end for a rank that does not know that it is a member, and would block all other
-    collectives meanwhile.
-    """
-    rendezvous = MemberRendezvous(store, rank, ranks)
-    try:
-        run(rendezvous.steps(), f"new_group of ranks {ranks}", rank, timeout_s, False, rendezvous)
-    except CommunicationError as error:
-        rendezvous.end(str(error))
-    rendezvous.close()
-
-
 class MemberRendezvous:
-    """Ranks that register in torch's store. A ``Condition`` and an ``Owner`` of progress.py.
+    """The members of a new group, which register in torch's store. A ``Condition`` and an ``Owner`` of progress.py.
 
     The first rank that knows the outcome stores it. It holds for all ranks, also for those that come later.
     """
@@ -110,8 +96,7 @@ class MemberRendezvous:
     _LONGEST_PAUSE_S = 0.05
 
     def __init__(self, store: Any, rank: int, ranks: list[int]) -> None:
-        self._store = store
-        self._ranks = ranks
+        self._store, self._rank, self._ranks = store, rank, ranks
         self._outcome: str | None = None
         self._next_poll_s = self._pause_s = 0.0
         mine = f"rank {rank} makes a group of ranks {ranks}"
@@ -125,8 +110,18 @@ class MemberRendezvous:
         elif store.add("count", 1) == len(ranks):
             self.end(self._COMPLETE)
 
-    def steps(self) -> Steps:
-        yield self
+    def wait(self, timeout_s: float) -> None:
+        """Collective over the members. Wait until all are here, and agree on the list of members.
+
+        MPI itself would wait without end for a rank that does not know that it is a member, and would block all other
+        collectives meanwhile.
+        """
+        label = f"new_group of ranks {self._ranks}"
+        try:
+            run((condition for condition in (self,)), label, self._rank, timeout_s, False, self)
+        except CommunicationError as error:
+            self.end(str(error))
+        self.close()
 
     def holds(self) -> bool:
         now_s = time.monotonic()

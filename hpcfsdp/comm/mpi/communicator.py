@@ -74,9 +74,13 @@ class MpiCommunicator(Communicator):
             raise CommunicationError(
                 f"a topology of {self.topology.size} ranks ({self.topology}) was given for {self.size} ranks"
             )
+        self.shares_gathered = self.topology.num_nodes == 1 and self.size > 1
+        self.shares_memory = any(len(node) > 1 for node in self.topology.nodes)
+        self.spans_nodes = self.topology.num_nodes > 1
         self._matcher = MessageMatcher(comm)
         self._mismatches = Mismatches(comm, _TAG_MISMATCH)
-        self._calls = 0
+        self.calls = 0
+        """Collectives that this rank has begun, the same number on all ranks."""
         self._labels: list[str | None] = [None] * _STORED_LABELS  # of the last calls
         self.world_ranks = _world_ranks(comm)
         self.key = key_of(self, self.world_ranks)
@@ -86,27 +90,10 @@ class MpiCommunicator(Communicator):
         self._staging = staged.StagingMemory()
         self._barrier_memory: NodeMemory | None = None  # for labelled_barrier
 
-    @property
-    def calls(self) -> int:
-        """Return how many collectives this rank has begun, the same number on all ranks."""
-        return self._calls
-
-    @property
-    def shares_memory(self) -> bool:
-        return any(len(node) > 1 for node in self.topology.nodes)
-
-    @property
-    def spans_nodes(self) -> bool:
-        return self.topology.num_nodes > 1
-
     def __repr__(self) -> str:
         return f"MpiCommunicator(rank={self.rank}, size={self.size}, {self.topology})"
 
     # Memory
-
-    @property
-    def shares_gathered(self) -> bool:
-        return self.topology.num_nodes == 1 and self.size > 1
 
     def _alloc(self, numel: int, dtype: torch.dtype, gathered: bool) -> torch.Tensor:
         self._check_open("alloc")
@@ -230,7 +217,7 @@ class MpiCommunicator(Communicator):
         if self._barrier_memory is None:
             self._barrier_memory = self._memory_of(self.alloc(2 * self.size, torch.uint8, gathered=True), gathered=True)
         self._count(label)
-        self._start(shared.labelled_barrier(self._barrier_memory, label, self.rank, flag), label, number=self._calls)
+        self._start(shared.labelled_barrier(self._barrier_memory, label, self.rank, flag), label, number=self.calls)
         return bool(shared.barrier_flags(self._barrier_memory).any())
 
     # Messages between two ranks
@@ -325,36 +312,33 @@ class MpiCommunicator(Communicator):
         call = self._call(label)
         steps = collective(call, *arguments)
         if self.compare_calls and self.size > 1 and collective is not staged.all_reduce:  # which compares by itself
-            texts = [f"{text} (call {self._calls})" for text in (label, call.label)]
-            steps = _after_comparison(self._uncounted_call(*texts), steps)
+            texts = [f"{text} (call {self.calls})" for text in (label, call.label)]
+            steps = _after_comparison(self._current_call(*texts), steps)
         return self._start(steps, label, async_op, call.sequence)
 
     def _call(self, label: str) -> MpiCall:
         self._count(label)
-        return self._uncounted_call(label, calls.within(label))
+        return self._current_call(label, calls.within(label))
 
-    def _uncounted_call(self, label: str, within: str) -> MpiCall:
-        return MpiCall(self._matcher, self._mismatches, label, self._calls % _TAGS, self._calls, within=within)
+    def _current_call(self, label: str, within: str) -> MpiCall:
+        return MpiCall(self._matcher, self._mismatches, label, self.calls % _TAGS, self.calls, within=within)
 
     def _count(self, label: str) -> None:
-        self._calls += 1
-        self._labels[self._calls % _STORED_LABELS] = label
+        self.calls += 1
+        self._labels[self.calls % _STORED_LABELS] = label
 
     def called(self, number: int) -> str | None:
-        """See ``waits.Member``."""
-        if number > self._calls:
+        """Return what ``waits.Member`` says."""
+        if number > self.calls:
             return ""
-        return self._labels[number % _STORED_LABELS] if number > self._calls - _STORED_LABELS else None
+        return self._labels[number % _STORED_LABELS] if number > self.calls - _STORED_LABELS else None
 
     def _message(self, label: str, tag: int, tensor: torch.Tensor) -> MpiCall:
         """Make the call of a message between two ranks."""
-        return MpiCall(self._matcher, self._mismatches, label, self._user_tag(label, tag), expected=str(tensor.dtype))
-
-    def _user_tag(self, label: str, tag: int) -> int:
         limit = self.comm.Get_attr(MPI.TAG_UB) - _TAG_USER
         if not 0 <= tag <= limit:
             raise CommunicationError(f"{label} on rank {self.rank}: tag {tag} is not in 0 to {limit}")
-        return _TAG_USER + tag
+        return MpiCall(self._matcher, self._mismatches, label, _TAG_USER + tag, expected=str(tensor.dtype))
 
     def _memory_of(self, tensor: torch.Tensor, *, gathered: bool = False) -> NodeMemory | None:
         """Return the ``NodeMemory`` that holds `tensor`, None unless one of this kind and dtype does."""
@@ -387,7 +371,7 @@ class MpiCommunicator(Communicator):
                 )
 
     def _check_open(self, label: str) -> None:
-        if _is_forked:
+        if os.getpid() != _process:
             raise CommunicationError(
                 f"{label} on rank {self.rank}: this process was forked from a rank, and MPI does not work in it; start "
                 "processes with the 'spawn' method, and leave communication to the ranks"
@@ -405,16 +389,8 @@ def _after_comparison(call: MpiCall, steps: Steps) -> Steps:
     yield from steps
 
 
-_is_forked = False
-"""Whether this process was forked from one that may have started MPI."""
-
-
-def _note_fork() -> None:
-    global _is_forked
-    _is_forked = True
-
-
-os.register_at_fork(after_in_child=_note_fork)
+_process = os.getpid()
+"""The process that may have started MPI: one that was forked from it cannot use MPI."""
 
 
 def _segments(full: torch.Tensor, size: int) -> list[torch.Tensor]:

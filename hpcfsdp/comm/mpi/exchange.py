@@ -19,14 +19,14 @@ from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
 _MOST_PAIRS = 8
-"""Up to so many ranks each sends to all others at once; among more, small messages take rounds.
+"""The number of ranks up to which each sends to all others at once; among more, small messages take rounds.
 
 What that costs: docs/explanation/scaling.md.
 """
 _ROUND_BYTES = 1 << 17
-"""Of one rank's piece: up to here the number of messages costs more than to pass bytes on, or add them, in rounds."""
+"""Bytes of one rank's piece up to which many messages cost more than to pass bytes on, or add them, in rounds."""
 _SMALL_BYTES = 1 << 16
-"""Up to here a reduction is cheapest as one round of messages, with everything summed where it arrives."""
+"""Bytes up to which a reduction is cheapest as one round of messages, with everything summed where it arrives."""
 _CHUNK_BYTES = 1 << 20
 """Messages of a large reduction: what arrives is still in the cache when it is added."""
 

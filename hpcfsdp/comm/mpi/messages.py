@@ -32,7 +32,7 @@ _NUMBERS = struct.Struct("<qqQ")  # the number of the call, the bytes of the ten
 _LABEL_BYTES = 192
 _HEADER_BYTES = _NUMBERS.size + _LABEL_BYTES
 _INLINE_BYTES = 1 << 13
-"""Up to here the bytes follow in the message of their header: copying them costs less than another message."""
+"""Bytes that follow in the message of their header: copying them costs less than another message."""
 _PART_BYTES = 1 << 26
 """Longer messages are sent in parts: a message of MPI has fewer than 2**31 elements, and this rank receives a part that
 fits nowhere into scratch memory of its size."""
@@ -285,7 +285,7 @@ class _TagQueue:
         self.posted: list[Receive] = []
         """Receives without a message, in the order in which they were posted."""
         self.begun: dict[int, Receive] = {}
-        """By source: the receive of the next message from there."""
+        """The receive of the next message from each source."""
 
 
 class MessageMatcher:

@@ -20,11 +20,11 @@ from hpcfsdp.comm.progress import Condition, Steps
 from hpcfsdp.comm.reduce import Reduction, Tensors, reduce_into
 
 _PART_BYTES = 1 << 22
-"""Of a region. Smaller parts mean more meetings of the ranks, and larger ones leave the cache before they are read."""
+"""Bytes of a part. Smaller parts mean more meetings of ranks, and larger ones leave the cache before they are read."""
 _MOST_BYTES = 1 << 27
-"""Of all ranks of a node together: one with many ranks has smaller parts."""
+"""Bytes of the parts of all ranks of a node together: one with many ranks has smaller parts."""
 _PARTS = 3
-"""Used in turn: one is filled and one read while one is reduced."""
+"""Parts in a region, used in turn: one is filled and one read while one is reduced."""
 _LEAST_BYTES = 1 << 18
 _PATH_BYTES = 256
 _EPOCHS = 1 << 24
