@@ -24,7 +24,7 @@ from tests.mpi.parity import Trained, build, inputs, loss_of, plain_name
 
 SIM, CPU = torch.device("sim", 0), torch.device("cpu")
 
-POLICIES = ["eager", "compute", "gather", "reduce", "random", "all"]
+POLICIES = ["eager", "random", "all"]
 SOME_POLICIES = ["eager", "all"]
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}

@@ -70,6 +70,7 @@ def test_the_page_fits_every_width_and_nothing_overlaps(opened, request, which, 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["phone", "desktop"])
 def test_figures_are_large_enough_and_their_texts_stand_apart(opened, troubled, size):
     window = opened(troubled, *SIZES[size])
@@ -90,6 +91,7 @@ def test_figures_are_large_enough_and_their_texts_stand_apart(opened, troubled, 
             assert bottom - top >= 8, f"{text} is too small to read"
 
 
+@pytest.mark.slow
 def test_curves_are_drawn_in_colours_of_the_page(opened, troubled):
     window = opened(troubled, *SIZES["desktop"])
     strokes = window.page.eval_on_selector_all(
@@ -119,6 +121,7 @@ def test_the_values_of_the_run_are_on_the_page(opened, troubled):
     assert "Numbers of 25 steps" in text and "gradient norm" not in text.split("Numbers of 25 steps")[1][:200]
 
 
+@pytest.mark.slow
 def test_an_old_folder_shows_what_it_has(opened, old):
     window = opened(old, *SIZES["desktop"])
     text = window.text()
@@ -135,6 +138,7 @@ def test_the_page_asks_for_nothing_and_complains_about_nothing(opened, troubled)
     assert window.complaints == []
 
 
+@pytest.mark.slow
 def test_details_open_and_links_lead_down(opened, troubled):
     window = opened(troubled, *SIZES["phone"])
     table = window.page.locator("details", has_text="Numbers of 25 steps").locator("table")
@@ -146,6 +150,7 @@ def test_details_open_and_links_lead_down(opened, troubled):
     assert window.page.evaluate("scrollY") > 1000
 
 
+@pytest.mark.slow
 def test_figures_have_names_and_descriptions_for_those_who_do_not_see_them(opened, troubled):
     window = opened(troubled, *SIZES["desktop"])
     image = window.page.get_by_role("img", name="Loss", exact=False)
@@ -171,6 +176,7 @@ CONTRAST = """elements => elements.map(element => {
 })"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_have_the_contrast_that_guidelines_ask_for(opened, troubled, scheme):
     """WCAG 2 AA: 4.5 for text of usual size."""
@@ -182,6 +188,7 @@ def test_texts_have_the_contrast_that_guidelines_ask_for(opened, troubled, schem
     assert [(ratio, text) for ratio, text in found if ratio < 4.5] == []
 
 
+@pytest.mark.slow
 def test_on_paper_everything_is_open_and_black_on_white(opened, troubled):
     window = opened(troubled, *SIZES["desktop"], scheme="dark")
     window.page.emulate_media(media="print")
@@ -195,6 +202,7 @@ def test_on_paper_everything_is_open_and_black_on_white(opened, troubled):
     assert body == ["rgb(0, 0, 0)", "rgb(255, 255, 255)"]
 
 
+@pytest.mark.slow
 def test_paper_has_few_pages_with_text(opened, troubled):
     window = opened(troubled, *SIZES["desktop"])
     SCREENSHOTS.mkdir(exist_ok=True)
@@ -205,6 +213,7 @@ def test_paper_has_few_pages_with_text(opened, troubled):
     assert all(abs(width - 595) < 2 and abs(height - 842) < 2 for width, height in sizes), "A4"
 
 
+@pytest.mark.slow
 def test_figures_are_not_cut_by_the_end_of_a_page(opened, troubled):
     window = opened(troubled, *SIZES["desktop"])
     window.page.emulate_media(media="print")
@@ -214,6 +223,7 @@ def test_figures_are_not_cut_by_the_end_of_a_page(opened, troubled):
     assert set(breaks) == {"avoid"}
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_steps_open(opened, tmp_path, reported):
     record = {"kind": "train", "lr": 1e-3, "seconds": 0.5, "tokens_per_s": 1e5, "comm_share": 0.1}
     run = tmp_path / "long"

@@ -18,9 +18,10 @@ world.comm.Barrier()  # the others wait here
     ("options", "action"),
     [
         ("", "raise ZeroDivisionError('on purpose')"),  # MPI_Abort reaches srun through PMI2
-        ("--wait=2", "os.kill(os.getpid(), signal.SIGKILL)"),  # only srun sees that: without an option it waits on
+        # Only srun sees that: without an option it waits on.
+        pytest.param("--wait=2", "os.kill(os.getpid(), signal.SIGKILL)", marks=pytest.mark.slow),
         ("--kill-on-bad-exit", "os.kill(os.getpid(), signal.SIGKILL)"),
-        ("--wait=2", "os._exit(7)"),
+        pytest.param("--wait=2", "os._exit(7)", marks=pytest.mark.slow),
     ],
     ids=["raised", "killed, --wait", "killed, --kill-on-bad-exit", "left"],
 )

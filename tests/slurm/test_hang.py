@@ -2,6 +2,8 @@
 
 import signal
 
+import pytest
+
 SCRIPT = """
 import time
 import hpcfsdp
@@ -14,6 +16,7 @@ world.host.barrier()
 """
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_node_that_does_not_answer_are_named(srun, cluster, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     step = srun("-N2 -n4 --export=ALL,HPCFSDP_HANG_S=8", "script.py")

@@ -25,6 +25,7 @@ def recorded_steps(run_dir):
     return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_one_node(submit, job_folder):
     job = submit("one-node.sbatch", ["--ntasks-per-node=2"], training("run", 6, every=3))
     assert job.wait() == "COMPLETED", job.log
@@ -47,6 +48,7 @@ def test_many_nodes_with_a_copy_of_the_model_on_each_requeue_and_go_on(submit, c
     assert recorded_steps(run) == list(range(1, 101)), "a step came twice, or never"
 
 
+@pytest.mark.slow
 def test_a_task_of_an_array_requeues_itself_and_no_other(submit, cluster, job_folder):
     runs = [job_folder / "runs/array" / task for task in "01"]
     options = ["--array=0-1", "--ntasks-per-node=1", "--output=log-%a"]
@@ -66,6 +68,7 @@ def test_a_task_of_an_array_requeues_itself_and_no_other(submit, cluster, job_fo
     assert json.loads(losses[0])["loss"] != json.loads(losses[1])["loss"]  # of other learning rates
 
 
+@pytest.mark.slow
 def test_inspect(submit, job_folder):
     model = torch.nn.Linear(3, 2)
     for step in (1, 2):
@@ -85,6 +88,7 @@ def test_inspect(submit, job_folder):
     assert "bias" in (job_folder / "log-show").read_text()
 
 
+@pytest.mark.slow
 def test_scaling_prints_a_row_for_each_number_of_nodes(submit):
     def shorten(text):
         return text.replace("steps=50 warm_up=10", "steps=4 warm_up=1")
@@ -96,6 +100,7 @@ def test_scaling_prints_a_row_for_each_number_of_nodes(submit):
     assert rows[0][2] == "100.0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["one-node.sbatch", "many-nodes.sbatch"])
 def test_a_missing_file_is_named(submit, job_folder, script):
     job = submit(script, ["--ntasks-per-node=1"], ["jobs/trian.py"])
@@ -104,6 +109,7 @@ def test_a_missing_file_is_named(submit, job_folder, script):
     assert f"{job_folder} has no jobs/trian.py" in job.log
 
 
+@pytest.mark.slow
 def test_a_python_without_hpcfsdp_is_named(submit, job_folder):
     (job_folder / ".venv").unlink()
     other = job_folder / ".venv/bin/python"
@@ -116,6 +122,7 @@ def test_a_python_without_hpcfsdp_is_named(submit, job_folder):
     assert "python has no hpcfsdp: edit it or PATH in the script" in job.log
 
 
+@pytest.mark.slow
 def test_a_program_that_a_job_starts_without_srun_is_warned(cluster, job_folder, submit):
     (job_folder / "jobs/alone.sbatch").write_text(
         f"#!/bin/bash\n#SBATCH --nodes=2\n{job_folder}/.venv/bin/python {ROOT}/jobs/train.py --steps 1\n"

@@ -52,10 +52,10 @@ def check(step, nodes):
 @pytest.mark.parametrize(
     ("options", "nodes"),
     [
-        ("-N2 -n4 --distribution=block", [0, 0, 1, 1]),
+        pytest.param("-N2 -n4 --distribution=block", [0, 0, 1, 1], marks=pytest.mark.slow),
         ("-N2 -n4 --distribution=cyclic", [0, 1, 0, 1]),
         ("-N2 -n3 --distribution=block", [0, 0, 1]),
-        ("-N1 -n2", [0, 0]),
+        pytest.param("-N1 -n2", [0, 0], marks=pytest.mark.slow),
     ],
     ids=["block", "cyclic", "uneven", "one node"],
 )
@@ -63,6 +63,7 @@ def test_ranks_find_their_nodes(srun, topology, options, nodes):
     check(srun(options, topology).wait(), nodes)
 
 
+@pytest.mark.slow
 def test_open_mpi_finds_the_nodes_through_pmix(srun, cluster, open_mpi, topology):
     if not cluster.named:
         pytest.skip("Open MPI knows nodes by their host names, and this system gives slurmd no other name")
@@ -72,6 +73,7 @@ def test_open_mpi_finds_the_nodes_through_pmix(srun, cluster, open_mpi, topology
     check(step, [0, 1, 0, 1])
 
 
+@pytest.mark.slow
 def test_open_mpi_under_pmi2_is_refused_and_both_sides_are_named(srun, open_mpi, tmp_path):
     step = srun("-N2 -n2", "-m", "hpcfsdp", "train", python=open_mpi).wait()
     assert step.code == 3, step.stderr
@@ -85,6 +87,7 @@ def test_open_mpi_under_pmi2_is_refused_and_both_sides_are_named(srun, open_mpi,
     assert step.stderr.count("refused: the launcher started 2 processes (PMI_SIZE=2)") == 2
 
 
+@pytest.mark.slow
 def test_mpich_without_a_plugin_is_refused(srun):
     step = srun("-N2 -n2", "-m", "hpcfsdp", "train", mpi="none").wait()
     assert step.code == 3, step.stderr

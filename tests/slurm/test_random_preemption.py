@@ -204,6 +204,7 @@ def disturbed(cluster, submit, folder, steps, rounds, seed):
     return training, again
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_training_survives_each_kind_of_disturbance(cluster, submit, undisturbed, job_folder):
     steps, rounds = 200, list(zip(KINDS, ("save", "step", "save", "save", "step"), strict=True))

@@ -7,6 +7,7 @@ import pytest
 from tests.slurm.conftest import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(620)
 def test_transport_tests_pass_on_two_nodes(srun):
     step = srun("-N2 -n4 --wait=60", "-m", "pytest", "tests/mpi", "--with-mpi", "-m", "transport", cwd=ROOT).wait(600)
