@@ -1,6 +1,7 @@
 """The examples in the documentation run as they stand."""
 
 import ast
+import configparser
 import functools
 import importlib
 import json
@@ -489,3 +490,48 @@ def test_numbers_on_pages_are_those_of_the_code():
     for page, texts in said.items():
         text = " ".join((ROOT / "docs" / page).read_text().split())
         assert not [each for each in texts if each not in text], page
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "name", "value"),
+    [
+        ("checkpoints", "(4 GiB by default)", "checkpoint.manager.manager.STAGING_BYTES", 4 << 30),
+        ("checkpoints", "an hour after the last write", "checkpoint.format.catalog.ABANDONED_AFTER_S", 3600),
+        ("dcp", "more than 16 ranks", "checkpoint.dcp.columns._MOST_WRITERS", 16),
+        ("file-systems", "for 90 s", "checkpoint.saving.pending.VISIBLE_WITHIN_S", 90),
+        ("file-systems", "pieces of 4 MiB at most", "checkpoint.format.schema.BLOCK_BYTES", 4 << 20),
+        ("file-systems", "each tensor of 64 KiB or more", "checkpoint.format.schema.ALIGNED_FROM_BYTES", 64 << 10),
+        ("file-systems", "the tensors below 64 KiB", "checkpoint.saving.subfiles.LEAST_BYTES", 64 << 10),
+        ("hangs", "| 30 min |", "launch.job.DEFAULT_TIMEOUT_S", 1800),
+        ("plan", "less than 2%", "plan.choice.SAME_TIME", 0.02),
+        ("preemption", "30 seconds more", "preempt._SPARE_S", 30),
+        ("preemption", "at least every 20 steps", "preempt._MOST_STEPS", 20),
+        ("report", "the last 200 steps", "report.problems.WINDOW", 200),
+        ("report", "in 30% of a step", "report.problems.HIGH_COMM_SHARE", 0.3),
+        ("report", "92% of the capacity", "report.problems.HIGH_MEMORY_SHARE", 0.92),
+        ("report", "20% below its best", "report.problems.SLOWER", 0.8),
+        ("report", "5% of the time", "report.problems.LONG_HELD", 0.05),
+        ("../tutorials/quickstart", "every 10 seconds", "launch.lock.BEAT_S", 10),
+        ("../tutorials/quickstart", "for 150 seconds", "launch.lock.SILENT_S", 150),
+    ],
+)
+def test_a_number_on_a_page_is_that_of_the_code(page, text, name, value):
+    assert text in " ".join((ROOT / f"docs/how-to/{page}.md").read_text().split())
+    assert resolve(f"hpcfsdp.{name}") == value
+
+
+def test_waits_and_extras_on_pages_are_those_of_the_package(monkeypatch):
+    from hpcfsdp import env
+
+    for name in ("HPCFSDP_WAIT_LOG_S", "HPCFSDP_HANG_S"):
+        monkeypatch.delenv(name, raising=False)
+    hangs = (ROOT / "docs/how-to/hangs.md").read_text()
+    assert (env.wait_log_s(), env.hang_s()) == (10, 300)
+    assert re.search(r"^\| 10 s \|.*`HPCFSDP_WAIT_LOG_S`", hangs, re.MULTILINE)
+    assert re.search(r"^\| 5 min \|.*`HPCFSDP_HANG_S`", hangs, re.MULTILINE)
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    table = (ROOT / "docs/how-to/install.md").read_text().split("## Extras")[1]
+    shown = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE))))
+    developers = {"test", "test-report", "test-programs", "docs", "lint", "packages"}
+    assert shown == set(setup["options.extras_require"]) - developers
