@@ -349,7 +349,10 @@ def shard_param(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device, d
     rows = -(-shape[dim] // mesh.shard.size)
     begin = min(mesh.shard.rank * rows, shape[dim])
     part = whole.detach().narrow(dim, begin, min(rows, shape[dim] - begin))
-    local = part if part.is_meta else part.to(home)  # not copied here: the unit moves it to memory of its own
+    # Not copied where it is at home: the unit moves it to memory of its own.
+    local = _compat.at_its_storage(part if part.is_meta else part.to(home))
+    if local.storage_offset():
+        local = local.clone(memory_format=torch.contiguous_format)
     device_mesh, placements = mesh.placed_rows(entry.block, dim)
     of_whole = shape if entry.block is None else entry.block.shape
     complete_operations_on(device_mesh)

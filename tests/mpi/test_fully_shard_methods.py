@@ -735,6 +735,23 @@ def test_modules_inside_of_a_unit_are_called_in_its_forward_alone(world, ours_on
     model(ids).backward()
 
 
+def test_the_forward_of_a_layer_decides_whether_it_is_refused_outside_of_its_unit(world, ours_on):
+    class Named(nn.Linear):
+        """Its forward is torch's."""
+
+    class Converts(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.full_tensor().T
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Named(3, 2), Converts(3, 2))
+    x, expected = torch.ones(1, 3), model[1].weight.sum(1)
+    ours.fully_shard(model, mesh=ours_on)
+    with pytest.raises(EngineError, match="its Named was called with plain tensors"):
+        model[0](x)
+    torch.testing.assert_close(model[1](x)[0], expected)
+
+
 class Scalar(nn.Module):
     def __init__(self):
         super().__init__()
