@@ -250,7 +250,10 @@ def _name_run(run_dir: str | Path | None) -> tuple[str, Path]:
                     os.makedirs(folder, exist_ok=True)
             except OSError as error:
                 raise LaunchError(f"run_dir {run_dir}: cannot make this folder: {error.strerror}") from error
-    name, folder = comm.bcast((_name_of_job(), folder))
+    job, name = env.scheduler_job(), f"{env.host_name()}-{os.getpid()}"
+    if job.number:
+        name = re.sub(r"[^\w.]", "_", job.number) + (f"-{job.restarts}" if job.restarts not in ("", "0") else "")
+    name, folder = comm.bcast((name, folder))
     return name, Path(folder)
 
 
@@ -268,14 +271,6 @@ def _watch_for_hangs(job: Job, node: MPI.Intracomm, name: str, folder: Path) -> 
     seat = hang.Seat(name, rank, nodes, job.topology.node_rank(rank), memoryview(memory.numpy().data), env.host_name())
     end_job = functools.partial(departure.abort, exit_code=HangError.exit_code)
     hang.start(hang.Watcher(seat, folder, env.hang_s(), end_job=end_job, traces=_compat.flight_record))
-
-
-def _name_of_job() -> str:
-    """Name the job in files by the scheduler's number, or by host and process id of the calling rank."""
-    job = env.scheduler_job()
-    if not job.number:
-        return f"{env.host_name()}-{os.getpid()}"
-    return re.sub(r"[^\w.]", "_", job.number) + (f"-{job.restarts}" if job.restarts not in ("", "0") else "")
 
 
 def _agree(settings: _Settings) -> tuple[Topology, torch.device]:

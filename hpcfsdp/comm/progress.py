@@ -147,8 +147,9 @@ class Running:
                     if waited_s > long_wait.due_s:
                         look = functools.partial(long_wait.look, waited_s, self._rank, firm=firm and not _others_run())
                         self._give_up(look, CrossedCallsError)
-                    if hang.is_hang(waited_s) and not self.done:
-                        self._explain(waited_s)
+                    watched = hang.explains(waited_s)
+                    if watched is not None and not self.done:
+                        self._explain(watched, waited_s)
         finally:
             _awaited.discard(self)
             _begun.set()
@@ -209,19 +210,13 @@ class Running:
         finally:
             self.done = True  # last: another thread may wait for it, and use the same memory at once
 
-    def _explain(self, waited_s: float) -> None:
+    def _explain(self, watched: hang.Watcher, waited_s: float) -> None:
         """Write a report about the hang, and end with an error unless the others have come meanwhile."""
-        watched = hang.current()
-        path = watched.explain(f"has waited {waited_s:.0f} s in {self.label}") if watched is not None else None
+        path = watched.explain(f"has waited {waited_s:.0f} s in {self.label}")
         self._advance()
         where = f"{path} says where each rank is" if path is not None else "the log says why there is no report"
-        self._give_up(
-            lambda missing: (
-                f"waited {waited_s:.0f} s for {named(missing)}: the job hangs; {where}. HPCFSDP_HANG_S sets the time, "
-                "where ranks are this slow"
-            ),
-            HangError,
-        )
+        text = f"the job hangs; {where}. HPCFSDP_HANG_S sets the time, where ranks are this slow"
+        self._give_up(lambda missing: f"waited {waited_s:.0f} s for {named(missing)}: {text}", HangError)
 
     def _check_departed(self) -> None:
         departed = self.owner.departed()

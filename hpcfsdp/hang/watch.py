@@ -256,6 +256,6 @@ def current() -> Watcher | None:
     return _watch
 
 
-def is_hang(waited_s: float) -> bool:
-    """Return whether a wait of this length is a hang."""
-    return _watch is not None and 0 < _watch.limit_s <= waited_s
+def explains(waited_s: float) -> Watcher | None:
+    """Return the watch of this process, if a wait of this length is a hang; else None."""
+    return _watch if _watch is not None and 0 < _watch.limit_s <= waited_s else None

@@ -34,22 +34,11 @@ class Job:
     topology: Topology
 
     def export(self, topology: Topology, address: str, port: int) -> None:
-        """Set the variables that give third-party code its rank and the store, only where they are unset.
-
-        Args:
-            topology: of the local ranks.
-            address, port: of the store.
-        """
-        env.export_rendezvous(
-            {
-                "RANK": str(self.comm.rank),
-                "WORLD_SIZE": str(topology.size),
-                "LOCAL_RANK": str(topology.local_rank(self.comm.rank)),
-                "LOCAL_WORLD_SIZE": str(len(topology.node_of(self.comm.rank))),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-            }
-        )
+        """Set the variables that give third-party code its rank, in `topology`, and the store, where they are unset."""
+        rank, neighbours = self.comm.rank, topology.node_of(self.comm.rank)
+        values = {"RANK": rank, "WORLD_SIZE": topology.size, "MASTER_ADDR": address, "MASTER_PORT": port}
+        values |= {"LOCAL_RANK": neighbours.index(rank), "LOCAL_WORLD_SIZE": len(neighbours)}
+        env.export_rendezvous({name: str(value) for name, value in values.items()})
 
 
 def load_mpi() -> Any:
@@ -137,15 +126,11 @@ def current_job() -> Job:
     if comm.size > 1:
         _warn_of_forks(mpi)
     else:
-        _warn_of_idle_tasks()
+        try:
+            check_step()
+        except LaunchError as error:  # a program of the user's may be meant to run so, as in an interactive shell
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
     return Job(comm, topology)
-
-
-def _warn_of_idle_tasks() -> None:
-    try:
-        check_step()
-    except LaunchError as error:  # a program of the user's may be meant to run so, as in an interactive shell
-        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
 
 def _warn_of_forks(mpi: Any) -> None:
