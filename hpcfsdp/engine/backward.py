@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from hpcfsdp import _compat
 from hpcfsdp.errors import EngineError
-from hpcfsdp.params.gradient import FlatGrad
+from hpcfsdp.params.gradient import ShardedGrad
 from hpcfsdp.params.sharded_params import ShardedParams
 
-Leaf = tuple[FlatGrad, int]
+Leaf = tuple[ShardedGrad, int]
 """A leaf: the gradient of its flat parameter, and its index there."""
 
 
@@ -60,7 +60,7 @@ class BackwardAccount:
         self._counted: set[Any] = set()  # accumulators that will run, or have run
         self._outstanding: Counter[tuple[int, Leaf]] = Counter()  # gradients still to come, by run of autograd
         self._num_outstanding = 0
-        self._incomplete: set[FlatGrad] = set()  # gradients that are not complete before the unit is
+        self._incomplete: set[ShardedGrad] = set()  # gradients that are not complete before the unit is
         self._arrived: set[Leaf] = set()  # leaves that have had a gradient
 
     def begin_call(self, call: ForwardCall) -> None:
@@ -123,7 +123,7 @@ class BackwardAccount:
             leaf.requires_grad and (grad, index) in self._arrived for grad, index, leaf in leaves.found
         )
 
-    def close(self, grads: Iterable[FlatGrad]) -> None:
+    def close(self, grads: Iterable[ShardedGrad]) -> None:
         """Forget this backward of the unit with these gradients."""
         self._calls.clear()
         self._counted.clear()
@@ -144,12 +144,12 @@ class Leaves:
     """
 
     def __init__(self) -> None:
-        self.found: list[tuple[FlatGrad, int, nn.Parameter]] = []
+        self.found: list[tuple[ShardedGrad, int, nn.Parameter]] = []
         self.is_trained = False
         self._hooked: dict[nn.Parameter, RemovableHandle] = {}
         self._detached: set[nn.Parameter] = set()  # those with optimizers in backward, which are deferred
 
-    def hold(self, grads: Sequence[FlatGrad], sharded_params: Sequence[ShardedParams]) -> None:
+    def hold(self, grads: Sequence[ShardedGrad], sharded_params: Sequence[ShardedParams]) -> None:
         """Let these be the gradients of the unit, and these all of its parameters."""
         for handle in self._hooked.values():
             handle.remove()
@@ -160,7 +160,7 @@ class Leaves:
 
     def look(self) -> None:
         """Follow changes of ``ShardedParams.leaves``, at rest."""
-        self.found = [(grad, index, leaf) for grad in self._grads for index, leaf in enumerate(grad.flat.leaves)]
+        self.found = [(grad, index, leaf) for grad in self._grads for index, leaf in enumerate(grad.params.leaves)]
         self._trained, self.is_trained = [False] * len(self.found), False
         # A leaf keeps this node while a reference to it exists, and its own dtype and device stay.
         self._accumulators: list[tuple[Leaf, Any]] | None = None
@@ -187,12 +187,12 @@ class Leaves:
     def _renew_accumulators(self) -> None:
         self._accumulators = None
         for grad, _, leaf in self.found:
-            if not grad.flat.steps_leaves or grad.flat.is_unsharded or not leaf.requires_grad:
+            if not grad.params.steps_leaves or grad.params.is_unsharded or not leaf.requires_grad:
                 continue
             if not _compat.has_hooks(_accumulator_of(leaf)):  # otherwise `accumulators` refuses it
                 _compat.forget_accumulator(leaf)
 
-    def follow(self, unit: str, hook_for: Callable[[FlatGrad, int], Callable[[torch.Tensor], None]]) -> None:
+    def follow(self, unit: str, hook_for: Callable[[ShardedGrad, int], Callable[[torch.Tensor], None]]) -> None:
         """Follow changes of ``requires_grad`` since the last call, and users' hooks.
 
         Args:
@@ -225,7 +225,7 @@ class Leaves:
             with torch.enable_grad():
                 self._accumulators = [((grad, index), _accumulator_of(leaf)) for grad, index, leaf in self.found]
             for (grad, index), node in self._accumulators:
-                slot = grad.flat.layout.slots[index]
+                slot = grad.params.layout.slots[index]
                 if node is not None and tuple(_compat.inputs_of_node(node)[0].shape) != slot.shape:
                     raise EngineError(
                         f"{unit}: the AccumulateGrad node of {slot.fqn!r} was read while the parameter was "

@@ -21,7 +21,7 @@ import torch
 from hpcfsdp.comm import Communicator
 from hpcfsdp.engine.order import Order
 from hpcfsdp.engine.streams import Stream, Streams, Wait
-from hpcfsdp.params.gradient import FlatGrad
+from hpcfsdp.params.gradient import ShardedGrad
 from hpcfsdp.params.sharded_params import ShardedParams
 
 _BUFFERS_BETWEEN_NODES = 4
@@ -155,7 +155,7 @@ class GradBuffer:
     """
 
     memory: torch.Tensor | None = None
-    waiting: deque[FlatGrad] = field(default_factory=deque)
+    waiting: deque[ShardedGrad] = field(default_factory=deque)
     event: Any = None
     in_use: tuple[torch.Tensor, ...] = ()
 
@@ -187,13 +187,13 @@ class Reductions:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._rings: dict[tuple[Any, torch.dtype, int], BufferRing] = {}
-        self._ring_of: dict[FlatGrad, BufferRing] = {}
-        self._queue: dict[FlatGrad, GradBuffer] = {}
-        self._last: dict[FlatGrad, Any] = {}  # events of the last reduction of each in this backward
+        self._ring_of: dict[ShardedGrad, BufferRing] = {}
+        self._queue: dict[ShardedGrad, GradBuffer] = {}
+        self._last: dict[ShardedGrad, Any] = {}  # events of the last reduction of each in this backward
 
-    def plan(self, grad: FlatGrad, index: int) -> None:
+    def plan(self, grad: ShardedGrad, index: int) -> None:
         """Reserve a buffer for `grad` before the first use. `index`: its place in its unit."""
-        flat = grad.flat
+        flat = grad.params
         comm = flat.comm if flat.comm.size > 1 else flat.replicas
         comm = comm if comm is not None and comm.shares_memory else None
         dtype = flat.dtypes.reduce
@@ -213,7 +213,7 @@ class Reductions:
                     buffer.memory = ring.comm.alloc(ring.numel, ring.dtype)
                     weakref.finalize(buffer, ring.comm.free, buffer.memory).atexit = False
 
-    def enqueue(self, grad: FlatGrad) -> None:
+    def enqueue(self, grad: ShardedGrad) -> None:
         """Append `grad` to the queue, once; in the same order on all ranks."""
         if grad in self._queue:
             return
@@ -222,7 +222,7 @@ class Reductions:
         ring.next_place = (ring.next_place + 1) % len(ring.buffers)
         buffer.waiting.append(grad)
 
-    def move_from_leaf(self, grad: FlatGrad, index: int) -> bool:
+    def move_from_leaf(self, grad: ShardedGrad, index: int) -> bool:
         """Move the gradient of a leaf to the buffer, if there is one now. Return whether `grad` is in the queue."""
         buffer = self._queue.get(grad)
         if buffer is None:
@@ -268,18 +268,18 @@ class Reductions:
                 buffer.waiting.clear()
         self.release()
 
-    def _begin(self, grad: FlatGrad, buffer: GradBuffer) -> None:
+    def _begin(self, grad: ShardedGrad, buffer: GradBuffer) -> None:
         """Give `grad` its buffer."""
         self._streams.wait(Stream.COMPUTE, buffer.event, Wait.GRADS_TAKEN)
         buffer.release()
         if buffer.memory is not None:
             memory = buffer.memory[: grad.numel]
         else:
-            memory = torch.empty(grad.numel, dtype=grad.flat.dtypes.reduce, device=grad.flat.device)
+            memory = torch.empty(grad.numel, dtype=grad.params.dtypes.reduce, device=grad.params.device)
         buffer.in_use = (memory,)
         grad.begin(memory)
 
-    def _reduce(self, grad: FlatGrad, buffer: GradBuffer) -> None:
+    def _reduce(self, grad: ShardedGrad, buffer: GradBuffer) -> None:
         """Begin to average the gradient over ranks. Collective over its ranks."""
         streams, own = self._streams, buffer.memory is None
         streams.wait(Stream.REDUCE, self._last.get(grad), Wait.GRADS_TAKEN)

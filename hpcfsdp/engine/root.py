@@ -22,7 +22,7 @@ from hpcfsdp.engine.streams import Stream, Streams, Wait, streams_for
 from hpcfsdp.engine.unit import TrainingState, Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.hang import calls
-from hpcfsdp.params.gradient import FlatGrad
+from hpcfsdp.params.gradient import ShardedGrad
 
 
 class Root:
@@ -119,7 +119,7 @@ class Root:
                 held_by = grad.held.shown_on if grad.held is not None else []
                 if any(wanted is None or param in wanted for param in held_by):
                     raise EngineError(
-                        f"{what} would use gradients of {grad.name!r} of rank {grad.flat.comm.rank} alone, held by "
+                        f"{what} would use gradients of {grad.name!r} of rank {grad.params.comm.rank} alone, held by "
                         "no_sync: run the last backward before it outside of no_sync, or discard the gradients with "
                         "zero_grad()"
                     )
@@ -503,20 +503,20 @@ class Root:
                 grad.store(used_leaves)
             if any(map(any, by_grad)):
                 self._has_trained[unit] = True
-            elif unit.is_trained and any(param.requires_grad for grad in unit.grads for param in grad.flat.stepped):
+            elif unit.is_trained and any(param.requires_grad for grad in unit.grads for param in grad.params.stepped):
                 self._has_trained.setdefault(unit, False)  # it required gradients then, and does now
 
     @_compat.outside_of_modes
-    def _used_anywhere(self, grads: Sequence[FlatGrad], have_all: Collection[Communicator]) -> list[Sequence[bool]]:
+    def _used_anywhere(self, grads: Sequence[ShardedGrad], have_all: Collection[Communicator]) -> list[Sequence[bool]]:
         """For each gradient, by leaf, whether any rank has used the leaf. Collective unless that is known."""
         found: list[Sequence[bool]] = [grad.used for grad in grads]
         groups: dict[tuple[Communicator, Communicator | None], list[int]] = {}
         for index, grad in enumerate(grads):
-            if grad.flat.comm.size > 1 or grad.flat.replicas is not None:  # other ranks contribute
-                groups.setdefault((grad.flat.comm, grad.flat.replicas), []).append(index)
+            if grad.params.comm.size > 1 or grad.params.replicas is not None:  # other ranks contribute
+                groups.setdefault((grad.params.comm, grad.params.replicas), []).append(index)
         for (shards, replicas), members in groups.items():
             over = [
-                comm for comm in (grads[members[0]].flat.reduce_comm, replicas) if comm is not None and comm.size > 1
+                comm for comm in (grads[members[0]].params.reduce_comm, replicas) if comm is not None and comm.size > 1
             ]
             if self._host is not None and (shards, replicas) == self._lines:
                 over = [self._host]  # the device need not be asked

@@ -19,7 +19,7 @@ from hpcfsdp.engine.backward import BackwardAccount, ForwardCall, Leaves, will_r
 from hpcfsdp.engine.context import Context, UnshardedParams
 from hpcfsdp.engine.nested import Arguments, Hook, InPlace, needs_hook, tensors_in
 from hpcfsdp.errors import EngineError
-from hpcfsdp.params.gradient import FlatGrad, ReduceOptions
+from hpcfsdp.params.gradient import ReduceOptions, ShardedGrad
 from hpcfsdp.params.sharded_params import ShardedParams
 
 BeforeBackward = Callable[["Unit", ForwardCall], None]
@@ -122,7 +122,7 @@ class Unit:
         self.sharded_params = tuple(sharded_params)
         self.unsharded_params = UnshardedParams(self.sharded_params, self.name)
         self.grads = tuple(
-            FlatGrad(flat, self.reduce_options) for flat in self.sharded_params if flat.is_differentiable
+            ShardedGrad(flat, self.reduce_options) for flat in self.sharded_params if flat.is_differentiable
         )
         self.keeps_back = self._keeps_back
         self._leaves.hold(self.grads, self.sharded_params)
@@ -238,7 +238,7 @@ class Unit:
                         call.has_backward = True
                 if call.has_backward:
                     call.accumulators = self._leaves.accumulators(self.name)
-                    call.versions = [grad.flat.versions for grad in self.grads]
+                    call.versions = [grad.params.versions for grad in self.grads]
             elif any(map(self._is_own, tensors_in(outputs))):
                 outputs = InPlace(lambda tensor, _in_object: self._lend(tensor))(outputs)
             if torch.is_autocast_enabled(self.sharded_params[0].device.type) and torch.is_autocast_cache_enabled():
@@ -296,14 +296,14 @@ class Unit:
         Parameters that this backward does not reach may have changed, for instance by another optimizer.
         """
         for grad, before in zip(self.grads, call.versions, strict=True):
-            now = grad.flat.versions
-            if now == before or grad.flat.may_change_before_backward:
+            now = grad.params.versions
+            if now == before or grad.params.may_change_before_backward:
                 continue
             for (own, index), node in call.accumulators:
-                place = index if grad.flat.steps_each else 0
+                place = index if grad.params.steps_each else 0
                 if own is grad and now[place] != before[place] and will_run(node):
                     raise EngineError(
-                        f"{self.name}: {grad.flat.layout.slots[index].fqn!r} was changed between a forward and its "
+                        f"{self.name}: {grad.params.layout.slots[index].fqn!r} was changed between a forward and its "
                         "backward (by optimizer.step(), or in place in another way), so the gradients would be wrong: "
                         "run the backward before the step, or the forward again after it"
                     )
@@ -315,8 +315,8 @@ class Unit:
         self.owes_grads = True
         context.order.note(("backward", self.name))
         for grad in self.grads:
-            if grad.flat.steps_leaves:
-                self._leaves.defer_hooks(grad.flat)
+            if grad.params.steps_leaves:
+                self._leaves.defer_hooks(grad.params)
             grad.prepare()
         if self.inside or self.num_calls > 1:
             self._enqueues_at_the_end = True
@@ -457,7 +457,7 @@ class Unit:
 
     def _enqueue(self) -> None:
         for grad in reversed(self.grads):  # the last parameters get their gradients first
-            if grad.flat.requires_grad or grad.has_waiting:
+            if grad.params.requires_grad or grad.has_waiting:
                 self.context.reductions.enqueue(grad)
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
@@ -478,16 +478,16 @@ class Unit:
             return output.clone()  # no backward follows until which the parameters would stay
         return output.view_as(output) if output.is_leaf else output
 
-    def _leaf_hook(self, grad: FlatGrad, index: int) -> Hook:
+    def _leaf_hook(self, grad: ShardedGrad, index: int) -> Hook:
         return _weak_hook(functools.partial(Unit._leaf_done, index=index), self, grad)
 
     def _input_done(self, call: ForwardCall) -> None:
         call.inputs_pending -= 1
         self._finish_when_complete()
 
-    def _leaf_done(self, grad: FlatGrad, index: int) -> None:
+    def _leaf_done(self, grad: ShardedGrad, index: int) -> None:
         leaf = grad, index
-        if self.is_idle and grad.flat.is_unsharded and not grad.flat.steps_leaves:
+        if self.is_idle and grad.params.is_unsharded and not grad.params.steps_leaves:
             # The program has used it outside of a call. It waits on the leaf until the backward of the unit.
             self._begin_model_backward()
             self.owes_grads = True
@@ -497,13 +497,13 @@ class Unit:
             return
         if self.training_state is not TrainingState.BACKWARD:
             raise EngineError(
-                f"{self.name}: a gradient of {grad.flat.layout.slots[index].fqn!r} arrived while the unit was in "
+                f"{self.name}: a gradient of {grad.params.layout.slots[index].fqn!r} arrived while the unit was in "
                 f"{self.training_state.value}; use the parameters of a unit only by calling the unit, and do not "
                 "change a view that a unit returns in place: write x = x + y instead of x += y"
             )
         if not self.context.reductions.move_from_leaf(grad, index) and not self._enqueues_at_the_end:
             raise EngineError(
-                f"{self.name}: a gradient of {grad.flat.layout.slots[index].fqn!r} arrived after the gradients of "
+                f"{self.name}: a gradient of {grad.params.layout.slots[index].fqn!r} arrived after the gradients of "
                 "the unit had been reduced: autograd reached the parameter in a way that hpcfsdp does not support; "
                 "wrap a larger module"
             )

@@ -1,4 +1,4 @@
-"""The gradient of a flat parameter: assembled leaf by leaf, reduced over ranks, stored as ``grad``."""
+"""The gradient of sharded parameters: assembled leaf by leaf, reduced over ranks, stored as ``grad``."""
 
 from __future__ import annotations
 
@@ -42,14 +42,17 @@ class ReduceOptions:
 
 
 class HeldGrad:
-    """The held gradient of one flat parameter.
+    """The gradient of backwards under ``no_sync``, held whole on each rank, and shown as ``grad``.
+
+    Between such backwards the optimizer's parameters show views of it, so in-place changes by the program change it.
+    Other changes of ``grad`` are read when the next backward begins.
 
     Attributes:
         whole: 1-D, ``padded_numel`` elements of the accumulation dtype; None if the program has discarded it.
     """
 
-    def __init__(self, flat: ShardedParams) -> None:
-        self._flat = flat
+    def __init__(self, params: ShardedParams) -> None:
+        self._params = params
         self.whole: torch.Tensor | None = None
         self._shown: list[tuple[torch.Tensor, int] | None] | None = None  # on each parameter, with its version
 
@@ -61,23 +64,22 @@ class HeldGrad:
     @property
     def shown_on(self) -> list[nn.Parameter]:
         """The parameters that show a held gradient."""
-        if self._shown is None:
-            return []
-        pairs = zip(self._flat.stepped, self._shown, strict=True)
+        pairs = zip(self._params.stepped, self._shown or ())  # noqa: B905
         return [param for param, shown in pairs if shown is not None and param.grad is shown[0]]
 
     def add(self, buffer: torch.Tensor) -> None:
         """Add a whole gradient of the reduce dtype."""
         if self.whole is None:
-            self.whole = buffer.to(self._flat.dtypes.accumulate, copy=True)
+            self.whole = buffer.to(self._params.dtypes.accumulate, copy=True)
         else:
             self.whole.add_(buffer)
 
     def drop(self, averaged: list[torch.Tensor | None] | None) -> None:
         """Take ``grad`` off the parameters, and forget the held gradient. `averaged`: see ``end_show``."""
         if self._shown is not None and averaged is not None:
-            for index, (param, shown) in enumerate(zip(self._flat.stepped, self._shown, strict=True)):
-                if shown is None or param.grad is not shown[0]:
+            showing = self.shown_on
+            for index, param in enumerate(self._params.stepped):
+                if not any(param is other for other in showing):
                     averaged[index] = param.grad
 
     def show(self, used: Sequence[bool], averaged: Sequence[torch.Tensor | None]) -> None:
@@ -87,9 +89,9 @@ class HeldGrad:
             used: by leaf, whether it has had a gradient.
             averaged: shown by parameters without a held gradient.
         """
-        used = used if self._flat.steps_each else [any(used)]
+        used = used if self._params.steps_each else [any(used)]
         noted: list[tuple[torch.Tensor, int] | None] = []
-        for param, part, is_held, before in zip(self._flat.stepped, self._parts(), used, averaged, strict=True):
+        for param, part, is_held, before in zip(self._params.stepped, self._parts(), used, averaged, strict=True):
             # ``.data`` has a version of its own: a change of one part must not change the versions of others.
             set_grad(param, part.data if is_held else before)
             noted.append((param.grad, param.grad._version) if is_held and param.grad is not None else None)
@@ -109,7 +111,7 @@ class HeldGrad:
         assert self._shown is not None
         parts = self._parts()
         self._check_changes(averaged)
-        for index, (param, shown) in enumerate(zip(self._flat.stepped, self._shown, strict=True)):
+        for index, (param, shown) in enumerate(zip(self._params.stepped, self._shown, strict=True)):
             grad, param.grad = param.grad, None
             if shown is None:
                 averaged[index] = grad
@@ -124,7 +126,7 @@ class HeldGrad:
                 continue
             averaged[index] = grad  # of the shape of the shard
             parts[index].zero_()
-            for leaf in [index] if self._flat.steps_each else range(len(used)):
+            for leaf in [index] if self._params.steps_each else range(len(used)):
                 used[leaf] = False
         self._shown = None
         if not any(used):
@@ -132,11 +134,11 @@ class HeldGrad:
 
     def _check_changes(self, averaged: Sequence[torch.Tensor | None]) -> None:
         assert self._shown is not None
-        for index, (param, shown) in enumerate(zip(self._flat.stepped, self._shown, strict=True)):
+        for index, (param, shown) in enumerate(zip(self._params.stepped, self._shown, strict=True)):
             if averaged[index] is None or shown is None or param.grad is not shown[0]:
                 continue
             if param.grad._version != shown[1] and param.grad.any():
-                fqn = self._flat.layout.slots[index].fqn if self._flat.steps_each else "the flat parameter"
+                fqn = self._params.layout.slots[index].fqn if self._params.steps_each else "the flat parameter"
                 raise EngineError(
                     f"the gradient of {fqn!r} was changed in place between two backwards; it is the gradient that "
                     "no_sync holds on this rank, without the average of earlier backwards: change gradients after a "
@@ -145,11 +147,11 @@ class HeldGrad:
 
     def _parts(self) -> Sequence[torch.Tensor]:
         assert self.whole is not None
-        return [place for (place,) in self._flat.targets(self.whole)] if self._flat.steps_each else (self.whole,)
+        return [place for (place,) in self._params.targets(self.whole)] if self._params.steps_each else (self.whole,)
 
 
-class FlatGrad:
-    """The gradients of one flat parameter. Methods stand in the order of a step, and run without autograd.
+class ShardedGrad:
+    """The gradients of sharded parameters. Methods stand in the order of a step, and run without autograd.
 
     Attributes:
         name: for messages; the same on all ranks.
@@ -164,20 +166,20 @@ class FlatGrad:
         arriving: this rank's part of the result, from ``reduce`` to ``finish_reduce``.
     """
 
-    def __init__(self, flat: ShardedParams, options: ReduceOptions | None = None) -> None:
-        self.flat = flat
+    def __init__(self, params: ShardedParams, options: ReduceOptions | None = None) -> None:
+        self.params = params
         self.options = options or ReduceOptions()
         self.name = ""
-        self.numel = flat.layout.padded_numel
+        self.numel = params.layout.padded_numel
         self.held: HeldGrad | None = None
         self.keeps_back = False
         self.outstanding = 0
         self.buffer: torch.Tensor | None = None
         self.arriving: torch.Tensor | None = None
         self.comm_hook: tuple[Any, CommHook] | None = None
-        self.used = [False] * len(flat.leaves)
+        self.used = [False] * len(params.leaves)
         self._targets: Sequence[Sequence[torch.Tensor]] = ()
-        self._filled = [False] * len(flat.leaves)
+        self._filled = [False] * len(params.leaves)
         self._sent: torch.Tensor | None = None  # the buffer during its reduction
         self._reduced: torch.Tensor | None = None
         self._partial: torch.Tensor | None = None  # what has not been reduced over replicas yet
@@ -189,20 +191,20 @@ class FlatGrad:
     def has_replicas(self) -> bool:
         """Whether ``reduce_over_replicas`` follows ``reduce``."""
         return (
-            self.flat.replicas is not None
-            and self.flat.comm.size > 1
+            self.params.replicas is not None
+            and self.params.comm.size > 1
             and self.comm_hook is None
             and self.options.over_replicas
         )
 
     @property
     def _stays_partial(self) -> bool:
-        return self.flat.replicas is not None and not self.options.over_replicas
+        return self.params.replicas is not None and not self.options.over_replicas
 
     @property
     def all_used(self) -> list[bool]:
         """``used`` if all leaves that require a gradient have had one."""
-        return [used or leaf.requires_grad for used, leaf in zip(self.used, self.flat.leaves, strict=True)]
+        return [used or leaf.requires_grad for used, leaf in zip(self.used, self.params.leaves, strict=True)]
 
     @property
     def has_all(self) -> bool:
@@ -212,36 +214,36 @@ class FlatGrad:
     @property
     def has_waiting(self) -> bool:
         """Whether leaves have gradients, or ``no_sync`` holds some."""
-        return self.held is not None or any(leaf.grad is not None for leaf in self.flat.leaves)
+        return self.held is not None or any(leaf.grad is not None for leaf in self.params.leaves)
 
     def prepare(self) -> None:
         """Take ``grad`` off the leaves before a backward. Raises as ``HeldGrad.end_show``."""
         if self.held is not None and self.held.is_shown:
             assert self._set_aside is not None
             self.held.end_show(self._set_aside, self.used)
-        elif self.flat.steps_leaves and self._set_aside is None:
+        elif self.params.steps_leaves and self._set_aside is None:
             # They have the shape of the shard, and autograd will add whole gradients.
-            self._set_aside = [leaf.grad for leaf in self.flat.leaves]
-            for leaf in self.flat.leaves:
+            self._set_aside = [leaf.grad for leaf in self.params.leaves]
+            for leaf in self.params.leaves:
                 leaf.grad = None
 
     def begin(self, buffer: torch.Tensor) -> None:
         """Assemble the gradient in `buffer`, 1-D, ``padded_numel`` elements of the reduce dtype."""
         self.buffer = buffer
-        self._targets = self.flat.targets(buffer)
-        waiting = [index for index, leaf in enumerate(self.flat.leaves) if leaf.grad is not None]
-        self._filled = [False] * len(self.flat.leaves)
+        self._targets = self.params.targets(buffer)
+        waiting = [index for index, leaf in enumerate(self.params.leaves) if leaf.grad is not None]
+        self._filled = [False] * len(self.params.leaves)
         targets = [target for index in waiting for target in self._targets[index]]
-        sources = [part for index in waiting for part in self.flat.sources(index, self._take(index))]
+        sources = [part for index in waiting for part in self.params.sources(index, self._take(index))]
         _compat.copy_to_each_(targets, sources)
         for index in waiting:
             self._filled[index] = self.used[index] = True
 
     def move_from_leaf(self, index: int) -> None:
         """Move the gradient that autograd left on one leaf to its place in the buffer, cast to the reduce dtype."""
-        if self.flat.leaves[index].grad is None:
+        if self.params.leaves[index].grad is None:
             return
-        sources = self.flat.sources(index, self._take(index))
+        sources = self.params.sources(index, self._take(index))
         for target, source in zip(self._targets[index], sources, strict=True):
             if self._filled[index]:
                 target.add_(source)
@@ -250,9 +252,9 @@ class FlatGrad:
         self._filled[index] = self.used[index] = True
 
     def adopt_from_leaf_at_rest(self, index: int) -> bool:
-        """The program has computed with a leaf at rest, which is the shard. Returns whether it could do so."""
-        leaf = self.flat.leaves[index]
-        if not self.flat.steps_leaves or self.flat.is_unsharded or (self.held is not None and self.held.is_shown):
+        """Take a gradient of a leaf at rest, which is the shard. Return whether the program could compute with it."""
+        leaf = self.params.leaves[index]
+        if not self.params.steps_leaves or self.params.is_unsharded or (self.held is not None and self.held.is_shown):
             return False
         if self._set_aside is not None:
             before, grad, leaf.grad = self._set_aside[index], leaf.grad, None
@@ -261,12 +263,12 @@ class FlatGrad:
 
     def _take(self, index: int) -> torch.Tensor:
         """The gradient of a leaf, which has none afterwards."""
-        leaf = self.flat.leaves[index]
+        leaf = self.params.leaves[index]
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
         if grad.layout is not torch.strided:
             raise EngineError(
-                f"the gradient of {self.flat.layout.slots[index].fqn!r} is {grad.layout}: sparse gradients cannot be "
+                f"the gradient of {self.params.layout.slots[index].fqn!r} is {grad.layout}: sparse gradients cannot be "
                 "sharded; use a dense one"
             )
         return grad
@@ -277,24 +279,27 @@ class FlatGrad:
             return
         self._complete()
         if self.held is None:
-            self.held = HeldGrad(self.flat)
+            self.held = HeldGrad(self.params)
         self.held.add(self.buffer)
         self._drop_buffer()
 
     def complete(self) -> None:
-        """Fill in zeros for leaves without a gradient, and add the held gradient, on the queue that owns the memory."""
+        """Fill in zeros for leaves without a gradient, and add the held gradient, on the stream that has the buffer."""
         self._complete()
         if self.held is not None and self.held.whole is not None:
             self.buffer.copy_(self.held.whole.add_(self.buffer))
         self.held = None
 
     def reduce(self, label: str, *, async_op: bool) -> Work | None:
-        """Collective. Begin to average the complete buffer over the shards' ranks. ``finish_reduce`` follows."""
+        """Begin to average the complete buffer. ``finish_reduce`` follows. Collective over the shards' ranks.
+
+        Without shards it is averaged over the replicas, and else ``reduce_over_replicas`` follows, if ``has_replicas``.
+        """
         assert self.buffer is not None and self.arriving is None
-        flat, dtypes = self.flat, self.flat.dtypes
+        params, dtypes = self.params, self.params.dtypes
         full = self._sent = self.buffer
         self._drop_buffer()
-        sharded = flat.comm.size > 1
+        sharded = params.comm.size > 1
         if self.comm_hook is not None:
             state, hook = self.comm_hook
             if sharded:
@@ -308,44 +313,44 @@ class FlatGrad:
             self.arriving = self.options.scatter(full)
             return None
         if sharded:
-            self.arriving = self._empty_shard(dtypes.grad if flat.replicas is None else dtypes.reduce)
-            return flat.reduce_comm.reduce_scatter_tensor(
+            self.arriving = self._empty_shard(dtypes.grad if params.replicas is None else dtypes.reduce)
+            return params.reduce_comm.reduce_scatter_tensor(
                 self.arriving, full, "average", accumulate=dtypes.accumulate, label=label, async_op=async_op
             )
         self.arriving = full
-        if flat.replicas is None or not self.options.over_replicas:
+        if params.replicas is None or not self.options.over_replicas:
             return None
         self.add_partial()
-        return flat.replicas.all_reduce(full, "average", accumulate=dtypes.accumulate, label=label, async_op=async_op)
+        return params.replicas.all_reduce(full, "average", accumulate=dtypes.accumulate, label=label, async_op=async_op)
 
     def reduce_over_replicas(self, label: str) -> None:
-        """Collective over the replicas. Average over them what has been averaged over the shards' ranks."""
-        assert self.arriving is not None and self.flat.replicas is not None
-        self.flat.replicas.all_reduce(self.arriving, "average", accumulate=self.flat.dtypes.accumulate, label=label)
+        """Average over the replicas what has been averaged over the shards' ranks. Collective over the replicas."""
+        assert self.arriving is not None and self.params.replicas is not None
+        self.params.replicas.all_reduce(self.arriving, "average", accumulate=self.params.dtypes.accumulate, label=label)
 
     def finish_reduce(self, *, own_buffer: bool) -> None:
-        """Not collective. Store the result of the reduction; its buffer is free afterwards.
+        """Store the result of the reduction; its buffer is free afterwards.
 
         Args:
             own_buffer: no other gradient will use the memory of the buffer.
         """
         assert self.arriving is not None
-        flat, arrived, self.arriving = self.flat, self.arriving, None
+        params, arrived, self.arriving = self.params, self.arriving, None
         if self._stays_partial:
             own = arrived.clone() if arrived is self._sent and not own_buffer else arrived
             self._partial = own if self._partial is None else self._partial.add_(own)
             self._sent = None
             return
         if self.options.divide_by is not None:
-            ranks = flat.comm.size * (1 if flat.replicas is None else flat.replicas.size)
+            ranks = params.comm.size * (1 if params.replicas is None else params.replicas.size)
             arrived.mul_(ranks / self.options.divide_by)
         if self.options.hook is not None:
             self.options.hook(arrived)
-        if arrived is self._sent and arrived.dtype == flat.dtypes.grad and not own_buffer:
+        if arrived is self._sent and arrived.dtype == params.dtypes.grad and not own_buffer:
             arrived = arrived.clone()
-        arrived = _copied_to(flat.home, arrived.to(flat.dtypes.grad))
+        arrived = _copied_to(params.home, arrived.to(params.dtypes.grad))
         self._sent = None
-        if flat.is_offloaded:
+        if params.is_offloaded:
             self._landing.append(arrived)
             return
         if self._reduced is None:
@@ -353,7 +358,7 @@ class FlatGrad:
         else:  # the unit was reduced before all of its gradients were complete
             self._reduced.add_(arrived)
         # Not onto leaves that still show whole values, or may get more gradients.
-        if all(self.used) and not flat.steps_leaves and not any(map(_compat.hooks_on_gradient, flat.stepped)):
+        if all(self.used) and not params.steps_leaves and not any(map(_compat.hooks_on_gradient, params.stepped)):
             self._update_grads(self.used)
 
     def store(self, used_anywhere: Sequence[bool]) -> None:
@@ -362,7 +367,7 @@ class FlatGrad:
             self.used = list(used_anywhere)
             return
         if self.options.fills_unused:
-            used_anywhere = [leaf.requires_grad for leaf in self.flat.leaves]
+            used_anywhere = [leaf.requires_grad for leaf in self.params.leaves]
         self._update_grads(used_anywhere)
         self.used = [False] * len(self.used)
         self.restore_grads()
@@ -371,19 +376,19 @@ class FlatGrad:
         """Give the parameters the gradients that they had before this backward."""
         if self._set_aside is None:
             return
-        for param, grad in zip(self.flat.stepped, self._set_aside, strict=True):
+        for param, grad in zip(self.params.stepped, self._set_aside, strict=True):
             set_grad(param, grad)
         self._set_aside = None
 
     def show_held(self) -> None:
         """Have the parameters show the held gradient (``no_sync``) until the next backward begins."""
-        if not self.flat.shows_held:
+        if not self.params.shows_held:
             return
         if self.held is None or self.held.whole is None:
             self.restore_grads()
         elif not self.held.is_shown:
             if self._set_aside is None:
-                self._set_aside = [param.grad for param in self.flat.stepped]
+                self._set_aside = [param.grad for param in self.params.stepped]
             self.held.show(self.used, self._set_aside)
 
     def _update_grads(self, used: Sequence[bool]) -> None:
@@ -394,16 +399,16 @@ class FlatGrad:
         if reduced is None:
             return
         self.restore_grads()
-        for param, part in self.flat.grads_of(reduced, used):
+        for param, part in self.params.grads_of(reduced, used):
             if param.requires_grad:  # it may have been frozen since the forward
-                hooks = None if self.flat.steps_leaves else _compat.hooks_on_gradient(param)  # autograd calls leaves'
+                hooks = None if self.params.steps_leaves else _compat.hooks_on_gradient(param)  # autograd calls leaves'
                 _add_grad(param, _hooked(hooks, part) if hooks else part)
                 self._updated.append(param)
 
     def pop_updated(self) -> list[torch.nn.Parameter]:
-        """The parameters that got reduced gradients since the last call."""
+        """Return the parameters that got reduced gradients since the last call."""
         updated, self._updated = self._updated, []
-        if self.flat.comm.size > 1 and self.flat.hides_whole_norm:
+        if self.params.comm.size > 1 and self.params.hides_whole_norm:
             for param in updated:
                 note_unchanged(param.grad)
         return updated
@@ -421,13 +426,13 @@ class FlatGrad:
         self._landing.clear()
         self._updated.clear()
         self.used = [False] * len(self.used)
-        if self._set_aside is not None or not self.flat.steps_leaves:
-            for leaf in self.flat.leaves:
+        if self._set_aside is not None or not self.params.steps_leaves:
+            for leaf in self.params.leaves:
                 leaf.grad = None
         self.restore_grads()
 
     def add_partial(self) -> None:
-        """Not collective. Add what earlier backwards have reduced over the shards' ranks alone."""
+        """Add what earlier backwards have reduced over the shards' ranks alone."""
         if self._partial is not None:
             self.arriving.add_(self._partial)
             self._partial = None
@@ -437,7 +442,7 @@ class FlatGrad:
         for filled, targets in zip(self._filled, self._targets, strict=True):
             for target in () if filled else targets:
                 target.zero_()
-        for gap in self.flat.gaps(self.buffer):
+        for gap in self.params.gaps(self.buffer):
             gap.zero_()
 
     def _drop_buffer(self) -> None:
@@ -445,7 +450,7 @@ class FlatGrad:
         self._targets = ()
 
     def _empty_shard(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(self.flat.layout.shard_numel, dtype=dtype, device=self.flat.device)
+        return torch.empty(self.params.layout.shard_numel, dtype=dtype, device=self.params.device)
 
 
 _VERSION = "_hpcfsdp_version"

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision
-from hpcfsdp.params.gradient import FlatGrad
+from hpcfsdp.params.gradient import ShardedGrad
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.mpi.models import ORIGINAL, WIDTH, plain_copy, vectors
 
@@ -34,13 +34,13 @@ def same_values():
 @pytest.fixture
 def begun(monkeypatch):
     """The gradients with reductions that have begun, in that order."""
-    found, reduce = [], FlatGrad.reduce
+    found, reduce = [], ShardedGrad.reduce
 
     def noted(grad, *args, **options):
         found.append(grad)
         return reduce(grad, *args, **options)
 
-    monkeypatch.setattr(FlatGrad, "reduce", noted)
+    monkeypatch.setattr(ShardedGrad, "reduce", noted)
     return found
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from hpcfsdp.engine.context import GradBuffer, Reductions
 from hpcfsdp.engine.streams import OWN_STREAMS, Begin, Stream, Wait
 from hpcfsdp.params.flat_param import FlatParam
-from hpcfsdp.params.gradient import FlatGrad
+from hpcfsdp.params.gradient import ShardedGrad
 
 Place = tuple[int, str]
 """Memory by name: its owner, and which part of it."""
@@ -245,16 +245,16 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
         patch: a ``pytest.MonkeyPatch``.
     """
     gathered: set[FlatParam] = set()
-    slots: dict[FlatGrad, GradBuffer] = {}
+    slots: dict[ShardedGrad, GradBuffer] = {}
 
     def values_of(flat: FlatParam) -> Place:
         return id(flat), "values"
 
-    def buffer_of(grad: FlatGrad) -> Place:
+    def buffer_of(grad: ShardedGrad) -> Place:
         return id(slots[grad]), "grad"
 
-    def shard_of(grad: FlatGrad) -> Place:
-        return id(grad.flat), "shard grad"
+    def shard_of(grad: ShardedGrad) -> Place:
+        return id(grad.params), "shard grad"
 
     def gather(flat: FlatParam) -> None:
         gathered.add(flat)
@@ -273,14 +273,14 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
         if slot.in_use and slot.memory is None:
             streams.free((id(slot), "grad"))
 
-    def store(grad: FlatGrad, _used: Any) -> None:
-        queue = Stream.HOST if grad.flat.is_offloaded else Stream.COMPUTE
+    def store(grad: ShardedGrad, _used: Any) -> None:
+        queue = Stream.HOST if grad.params.is_offloaded else Stream.COMPUTE
         streams.touch(queue, reads=[shard_of(grad)], writes=[shard_of(grad)])
 
-    def write_buffer(grad: FlatGrad, *_buffer: Any) -> None:
+    def write_buffer(grad: ShardedGrad, *_buffer: Any) -> None:
         streams.touch(Stream.COMPUTE, writes=[buffer_of(grad)])
 
-    def reduce(grad: FlatGrad, _label: str) -> None:
+    def reduce(grad: ShardedGrad, _label: str) -> None:
         streams.touch(Stream.REDUCE, reads=[buffer_of(grad)], writes=[shard_of(grad)])
 
     def before(owner: type, name: str, declare: Callable[..., Any]) -> None:
@@ -298,10 +298,10 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
     before(FlatParam, "free", lambda flat: streams.free(values_of(flat)))
     before(Reductions, "_begin", lambda _queue, grad, slot: slots.update({grad: slot}))
     before(GradBuffer, "release", release)
-    before(FlatGrad, "begin", write_buffer)
-    before(FlatGrad, "complete", write_buffer)
-    before(FlatGrad, "reduce", reduce)
-    before(FlatGrad, "store", store)
+    before(ShardedGrad, "begin", write_buffer)
+    before(ShardedGrad, "complete", write_buffer)
+    before(ShardedGrad, "reduce", reduce)
+    before(ShardedGrad, "store", store)
 
 
 def _join(clock: Clock, other: Clock) -> None:

@@ -8,7 +8,7 @@ from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.engine.context import Reductions
 from hpcfsdp.engine.streams import HostStreams
 from hpcfsdp.params.flat_param import FlatParam
-from hpcfsdp.params.gradient import FlatGrad
+from hpcfsdp.params.gradient import ShardedGrad
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.params.sharded_params import Dtypes
 from tests.unit.params.gathering import grad_bytes
@@ -60,7 +60,7 @@ class Setting:
             leaves = [nn.Parameter(torch.zeros(numel)), nn.Parameter(torch.zeros(numel))]
             layout = FlatLayout.plan([("p", (numel,), ()), ("q", (numel,), ())], torch.float32, comm.size)
             dtypes = Dtypes.plan(torch.float32, reduce=wire[index] if wire else None)
-            self.grads.append(FlatGrad(FlatParam(leaves, layout, comm, dtypes=dtypes)))
+            self.grads.append(ShardedGrad(FlatParam(leaves, layout, comm, dtypes=dtypes)))
             self.grads[-1].name = "abcdef"[index]
             self.queue.plan(self.grads[-1], 0)
         self.queue.alloc()
@@ -79,7 +79,7 @@ class Setting:
     def come(self, index, value, place=0):
         """A leaf gets a gradient."""
         grad = self.grads[index]
-        leaf = grad.flat.leaves[place]
+        leaf = grad.params.leaves[place]
         leaf.grad = torch.full_like(leaf, value) if leaf.grad is None else leaf.grad + value
         self.queue.move_from_leaf(grad, place)
         grad.outstanding -= 1
@@ -102,7 +102,7 @@ class Setting:
         self.queue.release()
         for grad in self.grads:
             grad.store([True, True])
-        return [grad.flat.parameter.grad.tolist() for grad in self.grads if grad.flat.parameter.grad is not None]
+        return [grad.params.parameter.grad.tolist() for grad in self.grads if grad.params.parameter.grad is not None]
 
 
 def test_gradients_are_reduced_in_the_order_of_the_queue_whenever_they_are_complete():
@@ -162,11 +162,11 @@ def test_gradients_that_come_before_their_buffer_is_free_wait_on_their_leaves():
     setting.come(2, 7.0)
     setting.come(2, torch.nan, 1)
     assert setting.buffers()[2] is None
-    assert setting.grads[2].flat.leaves[0].grad.tolist() == [7] * 4
+    assert setting.grads[2].params.leaves[0].grad.tolist() == [7] * 4
     setting.come(0, torch.nan, 1)
     assert setting.comm.log == ["a", "a done"]  # and its buffer is c's now, complete as it is
     assert setting.buffers()[2] is not None
-    assert setting.grads[2].flat.leaves[0].grad is None
+    assert setting.grads[2].params.leaves[0].grad is None
     setting.complete(1)
     assert setting.comm.log == ["a", "a done", "b", "c"]
     assert setting.settled() == [[1] * 4, [2] * 4, [7] * 4]
@@ -188,7 +188,7 @@ def test_gradients_of_a_leaf_that_is_used_twice_add_up_on_the_leaf_and_in_the_bu
 def test_a_gradient_outside_of_the_queue_stays_on_its_leaf():
     setting = Setting(LateComm(), 4, 4)
     setting.come(1, 5.0)
-    assert setting.grads[1].flat.leaves[0].grad.tolist() == [5] * 4
+    assert setting.grads[1].params.leaves[0].grad.tolist() == [5] * 4
     assert setting.buffers() == [None, None]
     setting.enqueue(1)
     setting.come(1, 1.0)
@@ -232,7 +232,7 @@ def test_a_gradient_that_is_kept_back_holds_no_buffer_and_is_in_the_next_sum():
         setting.enqueue(0, 1)
         for index in (1, 0):
             for place in range(2):
-                leaf = setting.grads[index].flat.leaves[place]
+                leaf = setting.grads[index].params.leaves[place]
                 leaf.grad = torch.full_like(leaf, index + 1.0)
                 setting.queue.move_from_leaf(setting.grads[index], place)
             setting.grads[index].outstanding = 0
@@ -248,7 +248,7 @@ def test_a_gradient_that_is_kept_back_holds_no_buffer_and_is_in_the_next_sum():
 def test_a_gradient_that_waits_from_an_earlier_step_is_sent_without_a_new_one():
     setting = Setting(LateComm(shares_memory=True), 4)
     setting.enqueue(0)
-    leaf = setting.grads[0].flat.leaves[0]
+    leaf = setting.grads[0].params.leaves[0]
     leaf.grad = torch.full_like(leaf, 3.0)
     setting.queue.move_from_leaf(setting.grads[0], 0)
     setting.grads[0].outstanding = 0
@@ -290,7 +290,7 @@ def test_replicas_that_share_memory_reduce_in_it():
     comm = LateComm(shares_memory=True)
     leaf = nn.Parameter(torch.zeros(4))
     layout = FlatLayout.plan([("p", (4,), ())], torch.float32, 1)
-    grad = FlatGrad(FlatParam([leaf], layout, FakeCommunicator(), replicas=comm, always_whole=True))
+    grad = ShardedGrad(FlatParam([leaf], layout, FakeCommunicator(), replicas=comm, always_whole=True))
     queue = Reductions(HostStreams())
     queue.plan(grad, 0)
     queue.alloc()
@@ -303,7 +303,7 @@ def test_replicas_that_share_memory_reduce_in_it():
     queue.release()
     grad.store([True])
     buffer.fill_(torch.nan)  # others put theirs together there
-    assert grad.flat.parameter.grad.tolist() == [1] * 4
+    assert grad.params.parameter.grad.tolist() == [1] * 4
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hpcfsdp.errors import CommunicationError, EngineError
-from hpcfsdp.params.gradient import FlatGrad
+from hpcfsdp.params.gradient import ShardedGrad
 from hpcfsdp.params.sharded_params import Dtypes
 from tests.unit.params.gathering import grad_bytes, reshard, unshard
 
@@ -12,7 +12,7 @@ NAN = float("nan")
 
 def put_together(grad, values, buffer=None):
     """A backward in which leaves get these gradients, by index, one after the other."""
-    flat = grad.flat
+    flat = grad.params
     grad.prepare()
     unshard(flat)
     if buffer is None:
@@ -29,7 +29,7 @@ def reduce(grad, *, own_buffer=True, label="gradients"):
     grad.reduce(label, async_op=False)
     if grad.has_replicas:
         grad.reduce_over_replicas(label)
-    reshard(grad.flat)
+    reshard(grad.params)
     grad.finish_reduce(own_buffer=own_buffer)
 
 
@@ -42,7 +42,7 @@ def backward(grad, *values):
 
 def test_gradients_of_leaves_add_up_in_the_shard_and_missing_ones_count_as_zero(make_flat):
     flat = make_flat(torch.zeros(2), torch.zeros(2))
-    grad = FlatGrad(flat)
+    grad = ShardedGrad(flat)
     for _ in range(2):
         backward(grad, (1, [1.0, 2.0]), (1, [10.0, 10.0]))
     assert flat.leaves[1].grad is None
@@ -53,7 +53,7 @@ def test_gradients_of_leaves_add_up_in_the_shard_and_missing_ones_count_as_zero(
 def test_gradients_are_averaged_over_ranks_and_each_gets_its_part(run_ranks, make_flat):
     def body(comm):
         flat = make_flat(torch.zeros(6), comm=comm)
-        backward(FlatGrad(flat), (0, torch.arange(6.0) + 10 * comm.rank))
+        backward(ShardedGrad(flat), (0, torch.arange(6.0) + 10 * comm.rank))
         return flat.parameter.grad.tolist()
 
     assert run_ranks(2, body) == [[5, 6, 7, 8], [9, 10, 0, 0]]
@@ -62,7 +62,7 @@ def test_gradients_are_averaged_over_ranks_and_each_gets_its_part(run_ranks, mak
 def test_replicas_average_over_each_other_too(run_ranks, make_flat):
     def alone(comm):
         flat = make_flat(torch.zeros(2), replicas=comm)
-        backward(FlatGrad(flat), (0, [comm.rank, 10.0]))
+        backward(ShardedGrad(flat), (0, [comm.rank, 10.0]))
         return flat.parameter.grad.tolist()
 
     assert run_ranks(2, alone) == [[0.5, 10, 0, 0]] * 2
@@ -72,7 +72,7 @@ def test_replicas_average_over_each_other_too(run_ranks, make_flat):
         other = type("Replicas", (type(comm),), {})(0, 1, None, {})
         other.all_reduce = lambda tensor, op, **_: tensor.mul_(3)
         flat = make_flat(torch.zeros(4), comm=comm, replicas=other)
-        backward(FlatGrad(flat), (0, [1.0, 2.0, 3.0, 4.0]))
+        backward(ShardedGrad(flat), (0, [1.0, 2.0, 3.0, 4.0]))
         return flat.parameter.grad.tolist()
 
     assert run_ranks(2, grid) == [[3, 6, 9, 12], [0, 0, 0, 0]]
@@ -80,7 +80,7 @@ def test_replicas_average_over_each_other_too(run_ranks, make_flat):
 
 def test_one_rank_alone_does_not_communicate(make_flat):
     flat = make_flat(torch.zeros(4))
-    grad = FlatGrad(flat)
+    grad = ShardedGrad(flat)
     flat.comm.all_reduce = flat.comm.reduce_scatter_tensor = None
     buffer = put_together(grad, [(0, [1.0, 2.0, 3.0, 4.0])])
     reduce(grad)
@@ -90,7 +90,7 @@ def test_one_rank_alone_does_not_communicate(make_flat):
 
 def test_a_buffer_that_others_will_use_is_not_kept(make_flat):
     flat = make_flat(torch.zeros(4))
-    grad = FlatGrad(flat)
+    grad = ShardedGrad(flat)
     buffer = put_together(grad, [(0, [1.0, 2.0, 3.0, 4.0])])
     reduce(grad, own_buffer=False)
     grad.store([True])
@@ -100,13 +100,13 @@ def test_a_buffer_that_others_will_use_is_not_kept(make_flat):
 
 def test_memory_that_was_not_cleared_leaves_no_trace(make_flat):
     flat = make_flat(torch.zeros(3), torch.zeros(2), torch.zeros(1))
-    backward(FlatGrad(flat), (1, [1.0, 2.0]))
+    backward(ShardedGrad(flat), (1, [1.0, 2.0]))
     assert flat.parameter.grad.tolist() == [0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0]
 
 
 def test_a_gradient_is_handed_over_as_soon_as_every_leaf_has_had_one(make_flat):
     flat = make_flat(torch.zeros(4), torch.zeros(4))
-    grad = FlatGrad(flat)
+    grad = ShardedGrad(flat)
     put_together(grad, [(0, [1.0] * 4)])
     reduce(grad)
     assert flat.parameter.grad is None
@@ -122,7 +122,7 @@ def test_a_gradient_is_handed_over_as_soon_as_every_leaf_has_had_one(make_flat):
 
 def test_gradients_that_come_before_there_is_a_buffer_wait_on_their_leaves(make_flat):
     flat = make_flat(torch.zeros(4), torch.zeros(4), torch.zeros(4), dtypes=Dtypes.plan(F32, param=BF16))
-    grad = FlatGrad(flat)
+    grad = ShardedGrad(flat)
     grad.prepare()
     unshard(flat)
     assert not grad.has_waiting
@@ -138,7 +138,7 @@ def test_gradients_that_come_before_there_is_a_buffer_wait_on_their_leaves(make_
 
 def test_unused_leaves_get_no_gradient(make_flat):
     flat = make_flat(torch.zeros(4))
-    grad = FlatGrad(flat)
+    grad = ShardedGrad(flat)
     put_together(grad, [])
     reduce(grad)
     grad.store([False])
@@ -155,7 +155,7 @@ def test_unused_leaves_get_no_gradient(make_flat):
 def test_gradients_travel_in_the_wire_dtype_are_summed_wide_and_arrive_in_that_of_the_parameter(run_ranks, make_flat):
     def body(comm):
         flat = make_flat(torch.zeros(4), comm=comm, dtypes=Dtypes.plan(F32, param=BF16))
-        grad, sent = FlatGrad(flat), []
+        grad, sent = ShardedGrad(flat), []
         original = comm.reduce_scatter_tensor
         comm.reduce_scatter_tensor = lambda output, full, *args, **how: (
             sent.append((full.dtype, output.dtype, how["accumulate"])),
@@ -170,7 +170,7 @@ def test_gradients_travel_in_the_wire_dtype_are_summed_wide_and_arrive_in_that_o
 
 def test_reducing_in_a_wider_dtype_casts_on_the_way_into_the_buffer(make_flat):
     flat = make_flat(torch.zeros(4), dtypes=Dtypes.plan(F32, param=BF16, reduce=F32))
-    grad = FlatGrad(flat)
+    grad = ShardedGrad(flat)
     backward(grad, (0, [256.0] * 4), (0, [1.0] * 4))
     assert flat.parameter.grad.tolist() == [257] * 4
 
@@ -179,7 +179,7 @@ def test_reducing_in_a_wider_dtype_casts_on_the_way_into_the_buffer(make_flat):
 def test_gradients_may_stay_in_the_dtype_in_which_they_travelled(make_flat, use_orig_params):
     dtypes = Dtypes.plan(F32, param=BF16, keep_low_precision_grads=True)
     flat = make_flat(torch.zeros(4), dtypes=dtypes, use_orig_params=use_orig_params)
-    grad = FlatGrad(flat)
+    grad = ShardedGrad(flat)
     stepped = flat.leaves[0] if use_orig_params else flat.parameter
     for turn in (1, 2):
         backward(grad, (0, [1.0, 2.0, 3.0, 4.0]))
@@ -195,7 +195,7 @@ def test_gradients_may_stay_in_the_dtype_in_which_they_travelled(make_flat, use_
 def test_gradients_that_wait_are_added_up_without_being_rounded(run_ranks, make_flat, reduced):
     def body(comm):
         flat = make_flat(torch.zeros(4), comm=comm, dtypes=Dtypes.plan(F32, reduce=reduced))
-        grad = FlatGrad(flat)
+        grad = ShardedGrad(flat)
         for value in (256.0, 1.0, 1.0):
             put_together(grad, [(0, [value] * 4)])
             grad.keep_back()
@@ -212,7 +212,7 @@ def test_gradients_that_wait_are_added_up_without_being_rounded(run_ranks, make_
 
 
 def test_keeping_back_nothing_changes_nothing(make_flat):
-    grad = FlatGrad(make_flat(torch.zeros(4)))
+    grad = ShardedGrad(make_flat(torch.zeros(4)))
     grad.keep_back()
     assert grad_bytes(grad) == 0
 
@@ -223,7 +223,7 @@ def test_keeping_back_nothing_changes_nothing(make_flat):
 def test_original_parameters_get_the_gradient_of_their_run(run_ranks, make_flat):
     def body(comm):
         flat = make_flat(torch.zeros(2, 3), torch.zeros(4), torch.zeros(2), comm=comm, use_orig_params=True)
-        grad = FlatGrad(flat)
+        grad = ShardedGrad(flat)
         for _ in range(2):
             backward(grad, (0, [[1.0, 2, 3], [4, 5, 6]]), (1, [7.0 + 2 * comm.rank] * 4))
         return [None if leaf.grad is None else (leaf.shape, leaf.grad.tolist()) for leaf in flat.leaves]
@@ -236,7 +236,7 @@ def test_original_parameters_get_the_gradient_of_their_run(run_ranks, make_flat)
 
 def test_what_original_parameters_had_is_out_of_the_way_meanwhile(make_flat):
     flat = make_flat(torch.zeros(4), torch.zeros(4), use_orig_params=True)
-    grad = FlatGrad(flat)
+    grad = ShardedGrad(flat)
     for leaf in flat.leaves:
         leaf.grad = torch.ones_like(leaf)
     put_together(grad, [])
@@ -250,7 +250,7 @@ def test_what_original_parameters_had_is_out_of_the_way_meanwhile(make_flat):
 
 def test_gradients_come_to_original_parameters_when_these_are_at_rest(make_flat):
     flat = make_flat(torch.zeros(2, 2), use_orig_params=True)
-    grad = FlatGrad(flat)
+    grad = ShardedGrad(flat)
     put_together(grad, [(0, [[1.0, 2.0], [3.0, 4.0]])])
     grad.complete()
     grad.reduce("g", async_op=False)
@@ -264,7 +264,7 @@ def test_gradients_come_to_original_parameters_when_these_are_at_rest(make_flat)
 
 def test_original_parameters_keep_what_they_had_when_gradients_wait(make_flat):
     flat = make_flat(torch.zeros(4), use_orig_params=True)
-    grad = FlatGrad(flat)
+    grad = ShardedGrad(flat)
     flat.leaves[0].grad = torch.ones(4)
     put_together(grad, [(0, [2.0] * 4)])
     grad.keep_back()
@@ -278,7 +278,7 @@ def test_original_parameters_keep_what_they_had_when_gradients_wait(make_flat):
 def test_replicated_original_parameters_get_gradients_of_their_shape(run_ranks, make_flat):
     def body(comm):
         flat = make_flat(torch.zeros(2, 2), replicas=comm, use_orig_params=True, always_whole=True)
-        backward(FlatGrad(flat), (0, [[1.0, 2.0], [3.0, 4.0 + 2 * comm.rank]]))
+        backward(ShardedGrad(flat), (0, [[1.0, 2.0], [3.0, 4.0 + 2 * comm.rank]]))
         return flat.leaves[0].grad.tolist()
 
     assert run_ranks(2, body) == [[[1, 2], [3, 5]]] * 2
@@ -290,7 +290,7 @@ def test_replicated_original_parameters_get_gradients_of_their_shape(run_ranks, 
 def test_a_hook_reduces_instead_and_gets_its_state(run_ranks, make_flat):
     def body(comm):
         flat = make_flat(torch.zeros(4), torch.zeros(4), comm=comm, dtypes=Dtypes.plan(F32, reduce=BF16))
-        grad, seen = FlatGrad(flat), []
+        grad, seen = ShardedGrad(flat), []
 
         def hook(state, full, output):
             seen.append((state, full.dtype, full.tolist(), output.shape))
@@ -307,7 +307,7 @@ def test_a_hook_reduces_instead_and_gets_its_state(run_ranks, make_flat):
 def test_a_hook_of_replicated_parameters_works_in_place(run_ranks, make_flat):
     def body(comm):
         flat = make_flat(torch.zeros(4), replicas=comm, always_whole=True)
-        grad = FlatGrad(flat)
+        grad = ShardedGrad(flat)
         grad.comm_hook = (None, lambda _state, gradient: gradient.mul_(3))
         backward(grad, (0, [1.0, 2.0, 3.0, 4.0]))
         return flat.parameter.grad.tolist()
@@ -321,7 +321,7 @@ def test_a_hook_of_replicated_parameters_works_in_place(run_ranks, make_flat):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_dropped_gradients_leave_no_trace(make_flat, use_orig_params):
     flat = make_flat(torch.zeros(2), torch.zeros(2), use_orig_params=use_orig_params)
-    grad = FlatGrad(flat)
+    grad = ShardedGrad(flat)
     had = torch.ones_like(flat.leaves[0]) if use_orig_params else None
     flat.leaves[0].grad = had
     put_together(grad, [(0, [1.0, 1.0])])
@@ -341,7 +341,7 @@ def test_dropped_gradients_leave_no_trace(make_flat, use_orig_params):
 
 
 def test_a_leaf_without_a_gradient_is_left_as_it_is(make_flat):
-    grad = FlatGrad(make_flat(torch.zeros(2)))
+    grad = ShardedGrad(make_flat(torch.zeros(2)))
     put_together(grad, [])
     grad.move_from_leaf(0)
     assert grad.used == [False]
@@ -349,7 +349,7 @@ def test_a_leaf_without_a_gradient_is_left_as_it_is(make_flat):
 
 def test_a_sparse_gradient_is_refused_by_name(make_flat):
     flat = make_flat(torch.zeros(4, 2))
-    grad = FlatGrad(flat)
+    grad = ShardedGrad(flat)
     put_together(grad, [])
     flat.leaves[0].grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (4, 2), check_invariants=True)
     with pytest.raises(EngineError) as caught:
@@ -361,7 +361,7 @@ def test_a_sparse_gradient_is_refused_by_name(make_flat):
 
 def test_the_label_says_what_is_reduced(run_ranks, make_flat):
     def body(comm):
-        grad = FlatGrad(make_flat(torch.zeros(4), replicas=comm))
+        grad = ShardedGrad(make_flat(torch.zeros(4), replicas=comm))
         put_together(grad, [])
         reduce(grad, label=f"rank {comm.rank}")
 
