@@ -203,12 +203,12 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
 
     @property
     def mixed_precision(self) -> MixedPrecision:
-        """Never None."""
+        """The argument of this name; never None."""
         return self._unit.options.mixed_precision
 
     @property
     def cpu_offload(self) -> CPUOffload:
-        """Never None."""
+        """The argument of this name; never None."""
         return self._unit.options.cpu_offload
 
     @property

@@ -34,8 +34,8 @@ from hpcfsdp.units.same_model import check_same_model, warn_of_values
 from hpcfsdp.units.unit_mesh import GroupCache, UnitMesh, rank_names
 
 CHUNK_NUMEL = 1 << 20
-"""Of a flat parameter where ranks share memory. Gradient buffers are as large as the largest flat parameter, and small
-ones stay in the cache between write and read. Other transports need large messages."""
+"""Most elements of a flat parameter where ranks share memory. Gradient buffers are as large as the largest flat
+parameter, and small ones stay in the cache between write and read. Other transports need large messages."""
 _WARNED = "the user has been warned"
 
 

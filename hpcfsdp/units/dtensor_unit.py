@@ -137,7 +137,7 @@ class DTensorUnit(ModelUnit):
         return list(dict.fromkeys(unit for module in self.modules for unit in dtensor_units_in(module)))
 
     def choose_reshard(self) -> None:
-        """As in torch, modules of the outermost unit hold whole parameters between a forward and its backward."""
+        """Choose as torch: modules of the outermost unit stay unsharded between a forward and its backward."""
         self.reshard_after_forward = not self.is_root if self.reshard_choice is None else self.reshard_choice
 
     def fits(self) -> bool:
@@ -191,7 +191,7 @@ class DTensorUnit(ModelUnit):
             params = [(each.fqn, each.shape, each.dim, each.aliases, each.block) for each in group]
             layout = DTensorLayout.plan(params, dtypes.param, mesh.shard.size, itemsize=dtypes.itemsize)
             for comm in mesh.data_subgroups():
-                with raise_together_over(line for line in mesh.subgroups() if line is not comm):
+                with raise_together_over(other for other in mesh.subgroups() if other is not comm):
                     shared, _ = check_same_model(comm, [layout], [True], rank_names(comm))
                 self.labels.append((comm, shared))
             sharded_params.append(

@@ -46,7 +46,7 @@ class ModelUnit(Unit):
         root: of all units under the outermost one, None until that is first called.
         is_root: whether it is the outermost one.
         reshard_choice: the user's for ``reshard_after_forward``; None: that of the strategy, and False for the root.
-        streams: the queues that it shares with other outermost units; None for queues of its own.
+        streams: those that it shares with other outermost units; None for streams of its own.
         buffer_dtypes: original dtypes of buffers that mixed precision has cast, by module and name.
         labels: names by which ranks know that they have made it, or its memory, together; with the ranks.
     """

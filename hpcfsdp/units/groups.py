@@ -182,7 +182,7 @@ def _node_groups() -> tuple[Communicator, Communicator]:
         )
     plan = plan_mesh(topology, {"replicate": "nodes", "shard": "node"})
     replicate, shard = (
-        cache.subgroup(next(line for line in plan.lines(dimension) if everyone.rank in line)) for dimension in (0, 1)
+        cache.subgroup(next(ranks for ranks in plan.lines(dimension) if everyone.rank in ranks)) for dimension in (0, 1)
     )
     cache.process_group(shard)  # programs read it later, on some ranks alone
     return shard, replicate
