@@ -188,24 +188,17 @@ def compare_calls() -> bool:
 
 
 def registered_memory() -> bool:
-    """Return whether gathered values are to be in memory that is registered with the backend of their group.
-
-    Raises:
-        LaunchError: the variable is neither 0 nor 1.
-    """
+    """Return whether gathered values are to be in memory that is registered with the backend of their group."""
     return _switch(_REGISTERED_MEMORY, "for registered memory")
 
 
 def progress_thread() -> bool:
-    """Return whether a thread is to advance collectives while the program computes.
-
-    Raises:
-        LaunchError: the variable is neither 0 nor 1.
-    """
+    """Return whether a thread is to advance collectives while the program computes."""
     return _switch(_PROGRESS_THREAD, "for a progress thread")
 
 
 def _switch(name: str, one: str) -> bool:
+    """Return whether a variable is 1. Raise LaunchError unless it is 0, 1 or unset."""
     given = os.environ.get(name, "0")
     if given not in ("", "0", "1"):
         raise LaunchError(f"{name}={given}: give 1 {one}, or 0")
@@ -229,24 +222,17 @@ def config_values() -> dict[str, str]:
 
 
 def wait_log_s() -> float:
-    """Return the seconds after which a waiting rank logs that for the first time, 10 by default; 0: never.
-
-    Raises:
-        LaunchError: ``HPCFSDP_WAIT_LOG_S`` is not such a number.
-    """
+    """Return the seconds after which a waiting rank logs that for the first time, 10 by default; 0: never."""
     return _seconds(_WAIT_LOG_S, "10", "for no such log lines")
 
 
 def hang_s() -> float:
-    """Return the seconds after which a wait is a hang, 300 by default; 0: never.
-
-    Raises:
-        LaunchError: ``HPCFSDP_HANG_S`` is not such a number.
-    """
+    """Return the seconds after which a wait is a hang, 300 by default; 0: never."""
     return _seconds(_HANG_S, "300", "to wait until the timeout")
 
 
 def _seconds(name: str, default: str, zero: str) -> float:
+    """Return the number of seconds in a variable. Raise LaunchError for anything else."""
     given = os.environ.get(name, default)
     try:
         seconds = float(given)

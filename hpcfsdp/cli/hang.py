@@ -11,7 +11,7 @@ from hpcfsdp.cli.arguments import Parser
 from hpcfsdp.cli.printing import print_json
 from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.hang import report
-from hpcfsdp.hang.inquiry import Inquiry, Request
+from hpcfsdp.hang.inquiry import HangRequest, Inquiry
 
 _OTHERS_S = 15.0
 """How long to wait for further nodes, after the first one has answered."""
@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _answers(inquiry: Inquiry, request: Request, wait_s: float) -> dict[str, list[dict[str, Any]]]:
+def _answers(inquiry: Inquiry, request: HangRequest, wait_s: float) -> dict[str, list[dict[str, Any]]]:
     """What each job's nodes have answered."""
     found: dict[str, list[dict[str, Any]]] = {}
     until_s = time.monotonic() + wait_s

@@ -33,8 +33,8 @@ _MOST_REQUEST_BYTES, _MOST_ANSWER_BYTES = 1 << 14, 1 << 24
 
 
 @dataclass(frozen=True)
-class Request:
-    """A question to the nodes.
+class HangRequest:
+    """A request to the nodes of a job to say where their ranks are.
 
     Attributes:
         name: unique, begins with the time; of letters, digits, - and _.
@@ -62,7 +62,7 @@ class Inquiry:
         self.folder = run_dir / FOLDER
         self._has_warned = False
 
-    def ask(self, job: str, reason: str) -> tuple[Request, bool]:
+    def ask(self, job: str, reason: str) -> tuple[HangRequest, bool]:
         """Make a request, unless there is one.
 
         Returns:
@@ -74,7 +74,7 @@ class Inquiry:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         now_s = time.time()
         name = time.strftime("%Y-%m-%dT%H-%M-%SZ-", time.gmtime(now_s)) + secrets.token_hex(2)
-        mine = Request(name, job, reason, now_s)
+        mine = HangRequest(name, job, reason, now_s)
         with safe_files.own_folder(self.folder, make=True) as folder:
             try:
                 with safe_files.create(f".{name}", folder=folder) as file:
@@ -97,7 +97,7 @@ class Inquiry:
             finally:
                 safe_files.remove(f".{name}", folder=folder)
 
-    def requests(self, job: str) -> list[Request]:
+    def requests(self, job: str) -> list[HangRequest]:
         """Return the requests that wait for answers of this job; "": those to all jobs alone."""
         try:
             with safe_files.own_folder(self.folder) as folder:
@@ -110,19 +110,19 @@ class Inquiry:
             self._has_warned = True
             return []
 
-    def claim(self, request: Request, job: str, node: int) -> bool:
+    def claim(self, request: HangRequest, job: str, node: int) -> bool:
         """Return whether this process is the first of its node to answer."""
         with contextlib.suppress(OSError), self._answers_to(request, make=True) as folder:
             safe_files.create(f"{job}.{node:05d}.claim", folder=folder).close()
             return True
         return False
 
-    def answer(self, request: Request, job: str, node: int, part: dict[str, Any]) -> None:
+    def answer(self, request: HangRequest, job: str, node: int, part: dict[str, Any]) -> None:
         """Add what is known of a node. Raises OSError if the folder cannot be written to."""
         with self._answers_to(request) as folder:
             safe_files.replace(f"{job}.{node:05d}.json", json.dumps(part).encode(), folder=folder)
 
-    def answers(self, request: Request) -> list[dict[str, Any]]:
+    def answers(self, request: HangRequest) -> list[dict[str, Any]]:
         """Return what the nodes have added so far: objects, see ``report.is_answer``."""
         with contextlib.suppress(OSError), self._answers_to(request) as folder:
             names = (name for name in sorted(os.listdir(folder)) if name.endswith(".json"))
@@ -130,7 +130,7 @@ class Inquiry:
             return [answer for answer in found if answer is not None]
         return []
 
-    def report_path(self, request: Request, job: str) -> Path:
+    def report_path(self, request: HangRequest, job: str) -> Path:
         """Return where the report about a job goes."""
         return self.folder / f"{request.name}-{job}.txt"
 
@@ -143,14 +143,14 @@ class Inquiry:
                     return self.folder / name if written_s >= since_s else None
         return None
 
-    def write_report(self, request: Request, job: str, text: str) -> Path:
+    def write_report(self, request: HangRequest, job: str, text: str) -> Path:
         """Write the report about a job, and return its path."""
         path = self.report_path(request, job)
         with safe_files.own_folder(self.folder) as folder:
             safe_files.replace(path.name, text.encode(errors="backslashreplace"), folder=folder)
         return path
 
-    def close(self, request: Request) -> None:
+    def close(self, request: HangRequest) -> None:
         """Remove the request with its answers, as far as possible."""
         with contextlib.suppress(OSError), safe_files.own_folder(self.folder) as folder:
             for name in os.listdir(folder):  # of someone who was killed while asking
@@ -163,7 +163,7 @@ class Inquiry:
             self.folder.rmdir()
 
     @contextlib.contextmanager
-    def _answers_to(self, request: Request, *, make: bool = False) -> Iterator[int]:
+    def _answers_to(self, request: HangRequest, *, make: bool = False) -> Iterator[int]:
         """Open the folder of a request."""
         if not _NAME.fullmatch(request.name):
             raise ValueError(f"the name of a request is of letters, digits, - and _, not {request.name!r}")
@@ -174,12 +174,12 @@ class Inquiry:
             yield answers
 
     @staticmethod
-    def _requests(folder: int, job: str) -> list[Request]:
+    def _requests(folder: int, job: str) -> list[HangRequest]:
         found = []
         for name in dict.fromkeys((_file_of(job), _file_of(""))):
             request = _parsed(name, folder, _MOST_REQUEST_BYTES, _REQUEST)
             if request is not None and _file_of(request["job"]) == name and _NAME.fullmatch(request["name"]):
-                found.append(Request(**request))
+                found.append(HangRequest(**request))
         return found
 
 
@@ -187,7 +187,7 @@ def _file_of(job: str) -> str:
     return f"request-{job}.json" if job else "request.json"
 
 
-def _remove_answers(request: Request, folder: int) -> None:
+def _remove_answers(request: HangRequest, folder: int) -> None:
     with contextlib.suppress(OSError), safe_files.own_folder(request.name, folder=folder) as answers:
         for name in os.listdir(answers):
             safe_files.remove(name, folder=answers)

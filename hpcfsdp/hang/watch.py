@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.hang import events, report, stacks
-from hpcfsdp.hang.inquiry import Inquiry, Request
+from hpcfsdp.hang.inquiry import HangRequest, Inquiry
 
 log = logging.getLogger("hpcfsdp.hang")
 
@@ -189,7 +189,7 @@ class Watcher:
                         path = self.explain(reason)
                         self._end_job(f"{reason}: see {path}" if path else reason)
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, request: HangRequest) -> None:
         """Answer for this node, unless another of its ranks does."""
         if request.name in self._answered:
             return
@@ -229,7 +229,7 @@ class Watcher:
         size = sum(map(len, seat.nodes))
         return {"job": seat.job, "node": seat.node, "num_nodes": len(seat.nodes), "size": size, "ranks": ranks}
 
-    def _answers(self, request: Request) -> list[dict[str, Any]]:
+    def _answers(self, request: HangRequest) -> list[dict[str, Any]]:
         answers = filter(report.is_answer, self._inquiry.answers(request))
         return [answer for answer in answers if answer["job"] == self._seat.job]
 

@@ -10,7 +10,7 @@ import pytest
 from hpcfsdp.cli import hang
 from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.hang import report
-from hpcfsdp.hang.inquiry import Inquiry, Request
+from hpcfsdp.hang.inquiry import HangRequest, Inquiry
 
 SOUND = {"name": "q", "job": "", "reason": "x", "asked_s": 0}
 ANSWER = {"job": "7", "node": 0, "num_nodes": 1, "size": 1, "ranks": []}
@@ -144,7 +144,7 @@ def test_a_request_of_other_names_or_types_is_none(inquiry, tmp_path, changed):
 
 def test_a_request_of_another_name_is_never_made_a_path(inquiry, tmp_path):
     (tmp_path / "hang").mkdir()
-    request = Request("../planted", "", "", 0.0)
+    request = HangRequest("../planted", "", "", 0.0)
     for call in (inquiry.claim, lambda *arguments: inquiry.answer(*arguments, {})):
         with pytest.raises(ValueError, match=r"letters, digits, - and _, not '../planted'"):
             call(request, "7", 0)
