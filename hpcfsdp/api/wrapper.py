@@ -406,7 +406,7 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
             self._unit.root.recover()  # modules may hold what a broken backward needs
         for unit in units_in(self) if torch.is_grad_enabled() else ():
             if unit.is_idle:
-                unit.list_leaves()
+                unit.leaves.list()
         return self._named(super().named_parameters(*args, **kwargs))
 
     def zero_grad(self, set_to_none: bool = True) -> None:

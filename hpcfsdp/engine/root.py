@@ -111,18 +111,14 @@ class Root:
             what: the operation, for the message.
             params: its parameters; None for all.
         """
-        if not self.holds_grads:
-            return
         wanted = None if params is None else set(params)
-        for unit in self.units:
-            for grad in unit.grads:
-                held_by = grad.held.shown_on if grad.held is not None else []
-                if any(wanted is None or param in wanted for param in held_by):
-                    raise EngineError(
-                        f"{what} would use gradients of {grad.name!r} of rank {grad.params.comm.rank} alone, held by "
-                        "no_sync: run the last backward before it outside of no_sync, or discard the gradients with "
-                        "zero_grad()"
-                    )
+        for grad in (grad for unit in self.units for grad in unit.grads if grad.held is not None):
+            if any(wanted is None or param in wanted for param in grad.held.shown_on):
+                raise EngineError(
+                    f"{what} would use gradients of {grad.name!r} of rank {grad.params.comm.rank} alone, held by "
+                    "no_sync: run the last backward before it outside of no_sync, or discard the gradients with "
+                    "zero_grad()"
+                )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -216,11 +212,12 @@ class Root:
                 unit.end_forward(broken=True)
                 raise
             # Other ranks may compute outputs with parameters that this one leaves out.
-            has_backward = call.has_backward or (_compat.records_backward() and unit.is_trained)
+            has_backward = call.has_backward or (_compat.records_backward() and unit.leaves.is_trained)
             if has_backward and unit.training_state is not TrainingState.RECOMPUTE:
                 self._called.pop(unit, None)
                 self._called[unit] = None
-                unit.expect_backward(later=not self.in_backward)
+                unit.owes_grads = True
+                unit.num_calls += not self.in_backward
             unit.end_forward(broken=False)
             broken = False
         finally:
@@ -242,7 +239,7 @@ class Root:
         self._depth -= 1
         if self._depth or self.in_backward:
             return
-        self._reshard_ahead()
+        self._reshard([each for each in self.units if each.unsharded_params in self.context.ahead])  # in vain
         self._reshard([each for each in self.units if each.complete_forward()])
         self._await_reads_by_gathers()
         if broken:
@@ -255,7 +252,7 @@ class Root:
             self._order.forget()
             # Other ranks may have called other units in this iteration: expect the backwards from before it.
             for each, was_called, owes_grads, num_calls in self._before:
-                each.restore_expected(owes_grads, num_calls)
+                each.owes_grads, each.num_calls = owes_grads, num_calls
                 if not was_called:
                     self._called.pop(each, None)
         else:
@@ -388,10 +385,6 @@ class Root:
         """Units that may have been gathered and do not need it any more, unless the program wants to keep them so."""
         return [unit for unit in self.units if not unit.stays_unsharded]
 
-    def _reshard_ahead(self) -> None:
-        """Free the values of units that were gathered ahead and not called."""
-        self._reshard([unit for unit in self.units if unit.unsharded_params in self.context.ahead])
-
     # Backward
 
     def _pre_backward(self, unit: Unit, call: ForwardCall) -> None:
@@ -463,7 +456,7 @@ class Root:
         for unit in self.units:  # called in earlier iterations under no_sync, and not in this one
             if unit.owes_grads and unit not in self._called and not unit.keeps_back:
                 unit.run_unused_backward()
-        self._reshard_ahead()
+        self._reshard([each for each in self.units if each.unsharded_params in self.context.ahead])  # in vain
         self.context.free_retired(keep=0)
         for unit in self.units:
             unit.enqueue_at_the_end()
@@ -484,7 +477,7 @@ class Root:
             unit.end_backward()
         self.in_backward = False
         for unit in self.units:
-            unit.run_hooks()
+            unit.leaves.run_hooks()
 
     def _store_grads(self, reduced: Sequence[Unit], have_all: Collection[Communicator]) -> None:
         """Store the gradients of `reduced` units as ``grad``, and show those that others hold.
@@ -503,7 +496,9 @@ class Root:
                 grad.store(used_leaves)
             if any(map(any, by_grad)):
                 self._has_trained[unit] = True
-            elif unit.is_trained and any(param.requires_grad for grad in unit.grads for param in grad.params.stepped):
+            elif unit.leaves.is_trained and any(
+                param.requires_grad for grad in unit.grads for param in grad.params.stepped
+            ):
                 self._has_trained.setdefault(unit, False)  # it required gradients then, and does now
 
     @_compat.outside_of_modes

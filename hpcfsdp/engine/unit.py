@@ -72,6 +72,7 @@ class Unit:
         sharded_params: one for each dtype and ``requires_grad`` among the parameters; empty if units inside own all.
         unsharded_params: the same, while they are gathered.
         grads: of the flat parameters that may get gradients.
+        leaves: of the flat parameters, in autograd's graph.
         inside: other units that the module holds.
         training_state: changed by ``_enter`` alone.
         owes_grads: whether gradients of a forward have not been reduced yet.
@@ -111,7 +112,7 @@ class Unit:
         self.owes_grads = False
         self.num_calls = 0
         self.reduce_options = ReduceOptions()
-        self._leaves = Leaves()
+        self.leaves = Leaves()
         self.hold(sharded_params)
         self._account = BackwardAccount()
         self._enqueues_at_the_end = False
@@ -125,7 +126,7 @@ class Unit:
             ShardedGrad(flat, self.reduce_options) for flat in self.sharded_params if flat.is_differentiable
         )
         self.keeps_back = self._keeps_back
-        self._leaves.hold(self.grads, self.sharded_params)
+        self.leaves.hold(self.grads, self.sharded_params)
 
     @property
     def keeps_back(self) -> bool:
@@ -137,14 +138,6 @@ class Unit:
         self._keeps_back = keeps_back
         for grad in self.grads:
             grad.keeps_back = keeps_back
-
-    def look_at_leaves(self) -> None:
-        """Follow changes of ``ShardedParams.leaves``, at rest."""
-        self._leaves.look()
-
-    def list_leaves(self) -> None:
-        """Let the program have the leaves that it steps, at rest: it may compute with them."""
-        self._leaves.list()
 
     def attach(self, context: Context, begin_backward: Callable[[], None] | None = None) -> None:
         """Join the units under a root, whose backwards `begin_backward` begins."""
@@ -169,11 +162,6 @@ class Unit:
     def is_unsharded(self) -> bool:
         """Whether memory is allocated for the unsharded parameters, or modules compute with them."""
         return self.unsharded_params.is_gathered or self.unsharded_params.is_bound
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether a parameter required a gradient when the unit was last called; the same on all ranks."""
-        return self._leaves.is_trained
 
     @property
     def values_outlive_forward(self) -> bool:
@@ -237,7 +225,7 @@ class Unit:
                         tensor.register_hook(hook)
                         call.has_backward = True
                 if call.has_backward:
-                    call.accumulators = self._leaves.accumulators(self.name)
+                    call.accumulators = self.leaves.accumulators(self.name)
                     call.versions = [grad.params.versions for grad in self.grads]
             elif any(map(self._is_own, tensors_in(outputs))):
                 outputs = InPlace(lambda tensor, _in_object: self._lend(tensor))(outputs)
@@ -281,15 +269,6 @@ class Unit:
             stays: the backward has no hooks, so that leaves must stay so where they are what modules register.
         """
 
-    def expect_backward(self, *, later: bool) -> None:
-        """Note that a call has returned outputs that may get gradients, `later` than in a running backward."""
-        self.owes_grads = True
-        self.num_calls += later
-
-    def restore_expected(self, owes_grads: bool, num_calls: int) -> None:
-        """Forget the calls since these were read."""
-        self.owes_grads, self.num_calls = owes_grads, num_calls
-
     def check_versions(self, call: ForwardCall) -> None:
         """Refuse parameters changed since the forward, as torch does for saved tensors.
 
@@ -316,7 +295,7 @@ class Unit:
         context.order.note(("backward", self.name))
         for grad in self.grads:
             if grad.params.steps_leaves:
-                self._leaves.defer_hooks(grad.params)
+                self.leaves.defer_hooks(grad.params)
             grad.prepare()
         if self.inside or self.num_calls > 1:
             self._enqueues_at_the_end = True
@@ -371,17 +350,13 @@ class Unit:
         self.num_calls = 0
         self.owes_grads &= self.keeps_back
 
-    def run_hooks(self) -> None:
-        """Call users' hooks for the gradients that a backward has reduced."""
-        self._leaves.run_hooks()
-
     def begin_summon(self) -> None:
         """Let the leaves become the user's, for ``summon_full_params``."""
         self._enter(TrainingState.SUMMON)
 
     def end_summon(self) -> None:
         """Take the leaves back, which are at rest again."""
-        self._leaves.forget_accumulators()
+        self.leaves.forget_accumulators()
         self._enter(TrainingState.IDLE)
 
     def reset(self) -> None:
@@ -429,9 +404,9 @@ class Unit:
         """Have modules hold the unsharded parameters. Collective over the unit's ranks."""
         context = self.context
         is_first = self.training_state is TrainingState.FORWARD
-        self._leaves.follow(self.name, self._leaf_hook)
+        self.leaves.follow(self.name, self._leaf_hook)
         if is_first and torch.is_grad_enabled():
-            self._leaves.take_back()
+            self.leaves.take_back()
         context.order.note(("forward", self.name))
         context.unshard(self.unsharded_params)
         if self.prefetch_forward or self.unsharded_params.takes_messages or (is_first and "forward" in self.prefetched):
@@ -491,7 +466,7 @@ class Unit:
             # The program has used it outside of a call. It waits on the leaf until the backward of the unit.
             self._begin_model_backward()
             self.owes_grads = True
-            self._account.ignore(node for own, node in self._leaves.accumulators(self.name) if own == leaf)
+            self._account.ignore(node for own, node in self.leaves.accumulators(self.name) if own == leaf)
             return
         if self.is_idle and grad.adopt_from_leaf_at_rest(index):
             return
@@ -516,7 +491,7 @@ class Unit:
     def _finish_when_complete(self, *, is_followed: bool = False) -> None:
         """End the unit's backward if nothing can need its parameters any more, see ``BackwardAccount.is_complete``."""
         if self.training_state is TrainingState.BACKWARD and self._account.is_complete(
-            self._leaves, holds_units=bool(self.inside), is_followed=is_followed
+            self.leaves, holds_units=bool(self.inside), is_followed=is_followed
         ):
             self.post_backward()
 

@@ -202,6 +202,11 @@ class ShardedGrad:
         return self.params.replicas is not None and not self.options.over_replicas
 
     @property
+    def wants(self) -> bool:
+        """Whether a parameter that the optimizer steps requires a gradient."""
+        return any(param.requires_grad for param in self.params.stepped)
+
+    @property
     def all_used(self) -> list[bool]:
         """``used`` if all leaves that require a gradient have had one."""
         return [used or leaf.requires_grad for used, leaf in zip(self.used, self.params.leaves, strict=True)]

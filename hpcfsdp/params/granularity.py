@@ -12,7 +12,7 @@ import itertools
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from hpcfsdp.errors import ShardingError
 
@@ -50,56 +50,43 @@ def check_granularity(granularity: object, shape: Sequence[int], fqn: str) -> No
         )
 
 
-class Item(NamedTuple):
-    """A parameter to be placed: its elements, and those of a block."""
-
-    numel: int
-    block: int
-
-
-class Placement(NamedTuple):
-    """The first element of each parameter, and the elements of a shard."""
-
-    offsets: tuple[int, ...]
-    shard_numel: int
-
-
 @functools.lru_cache(maxsize=64)  # the units of a model are much alike
-def place_blocks(items: tuple[Item, ...], num_shards: int, align: int) -> Placement:
+def place_blocks(items: tuple[tuple[int, int], ...], num_shards: int, align: int) -> tuple[tuple[int, ...], int]:
     """Place parameters so that no shard ends within a block.
 
     Args:
-        items: in any order.
+        items: for each parameter its elements, and those of a block; in any order.
         align: offsets, and the size of a shard, are multiples of so many elements.
+
+    Returns:
+        The first element of each parameter, and the elements of a shard.
     """
-    steps = [min(math.lcm(item.block, align), _up(item.numel, align)) for item in items]
-    sizes = [_up(item.numel, align) for item in items]
+    steps = [min(math.lcm(block, align), round_up(numel, align)) for numel, block in items]
+    sizes = [round_up(numel, align) for numel, _ in items]
     kinds: dict[tuple[int, int], list[int]] = {}
-    for index, (item, step) in enumerate(zip(items, steps, strict=True)):
-        if item.numel:
-            kinds.setdefault((item.numel, step), []).append(index)
+    for index, ((numel, _), step) in enumerate(zip(items, steps, strict=True)):
+        if numel:
+            kinds.setdefault((numel, step), []).append(index)
     if not kinds:
-        return Placement((0,) * len(items), 0)
-    least = max([_up(-(-sum(sizes) // num_shards), align), *steps, align])
+        return (0,) * len(items), 0
+    least = max([round_up(-(-sum(sizes) // num_shards), align), *steps, align])
     tried = 0
     for shard_numel in _candidates(least, sum(sizes), set(steps), align):
         offsets = _filled(kinds, shard_numel, num_shards, align)
         if offsets is None:
             tried = shard_numel
             continue
-        best = Placement(tuple(offsets.get(index, 0) for index in range(len(items))), shard_numel)
-        low, high = tried, shard_numel
+        low, high, best = tried, shard_numel, offsets
         for _ in range(_REFINEMENTS):  # a smaller size may do that is none of the candidates
-            middle = _up((low + high) // 2, align)
+            middle = round_up((low + high) // 2, align)
             if not low < middle < high:
                 break
             offsets = _filled(kinds, middle, num_shards, align)
             if offsets is None:
                 low = middle
             else:
-                best = Placement(tuple(offsets.get(index, 0) for index in range(len(items))), middle)
-                high = middle
-        return best
+                high, best = middle, offsets
+        return tuple(best.get(index, 0) for index in range(len(items))), high
     raise AssertionError("all parameters fit into one shard")
 
 
@@ -111,12 +98,12 @@ def _candidates(least: int, total: int, steps: set[int], align: int) -> list[int
     multiples |= {
         math.lcm(*some) for count in range(2, len(large) + 1) for some in itertools.combinations(large, count)
     }
-    found = {max(least, _up(total, align))}
+    found = {max(least, round_up(total, align))}
     for multiple in multiples:
         first = -(-least // multiple)
         found.update(multiple * (first + more) for more in range(_MULTIPLES))
-    found.update(_up(least + least * part // 16, align) for part in range(64))
-    return sorted(size for size in found if size <= max(least, _up(total, align)))
+    found.update(round_up(least + least * part // 16, align) for part in range(64))
+    return sorted(size for size in found if size <= max(least, round_up(total, align)))
 
 
 def _filled(
@@ -149,11 +136,11 @@ def _filled(
             offsets[left[kind].pop()] = position + gap
             if not left[kind]:
                 del left[kind]
-            position = _up(position + gap + kind[0], align)
+            position = round_up(position + gap + kind[0], align)
         if position > end:
             return None
     return offsets
 
 
-def _up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

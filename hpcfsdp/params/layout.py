@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hpcfsdp.params.granularity import Granularity, Item, block_numel, check_granularity, place_blocks
+from hpcfsdp.params.granularity import Granularity, block_numel, check_granularity, place_blocks, round_up
 
 ALIGNMENT_BYTES = 16
 """Of each parameter and each shard in the flat buffer, in each dtype, for vector instructions and GPU loads."""
@@ -230,7 +230,7 @@ class FlatLayout(Layout):
         used = slots[-1].end if slots else 0
         shard_numel = round_up(-(-used // num_shards), align)
         if num_shards > 1 and any(slot.granularity != 1 for slot in slots):
-            items = tuple(Item(slot.numel, block_numel(slot.granularity, slot.shape)) for slot in slots)
+            items = tuple((slot.numel, block_numel(slot.granularity, slot.shape)) for slot in slots)
             offsets, shard_numel = place_blocks(items, num_shards, align)
             pairs = zip(slots, offsets, strict=True)
             slots = [dataclasses.replace(slot, offset=offset) for slot, offset in pairs]
@@ -364,10 +364,6 @@ class FlatLayout(Layout):
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def alignment(itemsize: int) -> int:

@@ -1,4 +1,4 @@
-"""Broadcasts of one rank's parameters and buffers, after all ranks have compared names, shapes and dtypes."""
+"""Parameters and buffers of modules: broadcasts of one rank's, after all have compared them, and their names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hpcfsdp.comm.agree import raise_together
 from hpcfsdp.comm.communicator import Communicator, check_peer
 from hpcfsdp.errors import DisagreementError, EngineError
 from hpcfsdp.params.storage import data_ptr_allocated
+from hpcfsdp.text.terminal import ranks as ranks_text
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -23,7 +24,7 @@ _MOST_DIFFERENCES = 3
 
 
 def verify_param_shape_across_processes(comm: Communicator, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Collective over `comm`. Raise on every rank unless all have the same names, shapes and dtypes in the same order.
+    """Raise on every rank of `comm` unless all have the same names, shapes and dtypes in the same order. Collective.
 
     Raises:
         DisagreementError: names the parameters, and what each rank has.
@@ -40,7 +41,7 @@ def sync_module_states(
     ignored: Collection[torch.Tensor | str] = frozenset(),
     buffers: bool = True,
 ) -> None:
-    """Collective over `comm`. All parameters and buffers of `module` become what they are on rank `src`, bit by bit.
+    """Make all parameters and buffers of `module` what they are on rank `src`, bit by bit. Collective over `comm`.
 
     For hybrid sharding call it over the replicas and over the shards, in either order.
 
@@ -64,7 +65,7 @@ def sync_module_states(
 def sync_params_and_buffers(
     comm: Communicator, tensors: Sequence[torch.Tensor], bucket_bytes: int = BUCKET_BYTES, src: int = 0
 ) -> None:
-    """Collective over `comm`. All `tensors` become what they are on rank `src`, bit by bit.
+    """Make all `tensors` what they are on rank `src`, bit by bit. Collective over `comm`.
 
     They may have any dtype and device, and strides that differ between ranks. Tensors that are the same memory are sent
     once. Wrapper subclasses (DTensor) are synchronized by the tensors within them.
@@ -179,18 +180,7 @@ def _by_value(name: str, values: Sequence[str]) -> str:
         ranks.setdefault(value, []).append(rank)
     if len(ranks) == 1:
         return ""
-    return f"{name} differs: " + ", ".join(f"{value} on {_rank_list(held)}" for value, held in ranks.items())
-
-
-def _rank_list(ranks: Sequence[int]) -> str:
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = "+".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+    return f"{name} differs: " + ", ".join(f"{value} on {ranks_text(held)}" for value, held in ranks.items())
 
 
 def _buckets(tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
@@ -257,7 +247,7 @@ def replace_by_prefix(state_dict: MutableMapping[str, Any], old_prefix: str, new
 
 
 def get_root_modules(modules: Iterable[ModuleT]) -> list[ModuleT]:
-    """Those of `modules` that no other of them contains, in the order given. Visits each module once."""
+    """Return those of `modules` that no other of them contains, in the order given. Visits each module once."""
     given = list(modules)
     contained: set[int] = set()
     seen: set[int] = set()

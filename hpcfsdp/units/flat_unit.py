@@ -274,7 +274,7 @@ def _adopt_assigned(
                 f"{what}, which is tensor-parallel: assign it within FullyShardedDataParallel.summon_full_params(model)"
             )
         flat.replace_leaf(index, assigned)
-        unit.look_at_leaves()
+        unit.leaves.look()
         label_replaced(entry.param)
         label(assigned, entry.fqn, flat.layout.slots[index].whole_shape)
         entry.param = assigned

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hpcfsdp.errors import ShardingError
-from hpcfsdp.params.granularity import Item, block_numel, place_blocks
+from hpcfsdp.params.granularity import block_numel, place_blocks
 from hpcfsdp.params.layout import FlatLayout, TensorBlock
 from hpcfsdp.reshard.placements import mesh_blocks
 
 ITEMS = st.lists(
-    st.tuples(st.integers(0, 12), st.integers(1, 12)).map(lambda pair: Item(math.prod(pair), pair[1])), max_size=9
+    st.tuples(st.integers(0, 12), st.integers(1, 12)).map(lambda pair: (math.prod(pair), pair[1])), max_size=9
 )
 
 

@@ -88,8 +88,8 @@ def test_a_difference_names_parameter_values_and_ranks_on_every_rank(on_ranks):
         verify_param_shape_across_processes(comm, named)
 
     assert raised_everywhere(on_ranks(5, body), DisagreementError) == (
-        "parameter 'a.weight' differs: torch.float32 of shape (3, 5) on ranks 0+2, "
-        "torch.float32 of shape (4, 5) on ranks 1+3-4"
+        "parameter 'a.weight' differs: torch.float32 of shape (3, 5) on ranks 0, 2, "
+        "torch.float32 of shape (4, 5) on ranks 1, 3-4"
     )
 
 
