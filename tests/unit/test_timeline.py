@@ -10,7 +10,7 @@ def recorder():
     return Recorder(torch.device("cpu"))
 
 
-def test_waits_are_added_up_until_a_stretch_ends():
+def test_waits_are_added_up_until_an_interval_ends():
     made = recorder()
     for _ in range(3):
         begun = made.begin_wait()
