@@ -112,8 +112,7 @@ def table(about: str, figures: Mapping[str, EngineFigures], skipped: Mapping[str
             )
         )
         as_json[engine] = {
-            **times_json({engine: one.times})[engine],
-            "hpcfsdp_ratio": own.times.ratio_to(one.times),
+            **times_json({engine: one.times}, own.times)[engine],
             "peak_bytes": one.peak_bytes,
             "activity": None if doing is None else asdict(doing),
             "loss": one.loss,
@@ -225,7 +224,7 @@ _STEPS = "hpcfsdp steps"
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _HOST_APIS = ("_runtime", "_driver")
 _COMMUNICATION = "ccl"
-"""In the names of the kernels of NCCL, RCCL, oneCCL, HCCL."""
+"""The names of the kernels of NCCL, RCCL, oneCCL, HCCL hold it."""
 
 
 @dataclass(frozen=True)

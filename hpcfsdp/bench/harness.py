@@ -186,9 +186,13 @@ def faster_cell(times: Times, gloo: Times | None) -> str:
     return "" if gloo is None or gloo is times else f"{gloo.median_s / times.median_s:.2f}x"
 
 
-def times_json(ways: Mapping[str, Times]) -> dict[str, dict[str, Any]]:
-    """Return the median and all runs of each way."""
-    return {name: {"median_s": times.median_s, "seconds": list(times.seconds)} for name, times in ways.items()}
+def times_json(ways: Mapping[str, Times], own: Times | None = None) -> dict[str, dict[str, Any]]:
+    """Return the median and all runs of each way, and the time `own` of hpcfsdp as a multiple of it."""
+    return {
+        name: {"median_s": times.median_s, "seconds": list(times.seconds)}
+        | ({} if own is None else {"hpcfsdp_ratio": own.ratio_to(times)})
+        for name, times in ways.items()
+    }
 
 
 class Peak(NamedTuple):

@@ -22,7 +22,7 @@ OWN, ROWS, GATHERED, FLOOR = "hpcfsdp", "hpcfsdp_rows", "fsdp2, full_tensor", "s
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 STEPS, MOMENTUM, LR, DECAY = 5, 0.95, 0.02, 0.1
 _TOLERANCE = 1e-4
-"""Of parameters between ways: orders of sums differ."""
+"""Parameters may differ by so much between ways: orders of sums differ."""
 
 
 class GatheredMuon(torch.optim.Optimizer):

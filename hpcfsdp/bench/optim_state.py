@@ -42,7 +42,7 @@ _ROWS = 2
 _WARMUP = 1
 _MEMORY_CALLS = 3
 _TOLERANCE = 1e-5
-"""Between engines, as a part of the sum of absolute values: they add gradients up in different orders."""
+"""Engines may differ by this part of the sum of absolute values: they add gradients up in different orders."""
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 
@@ -146,13 +146,7 @@ def table(
         for way, engines in times.items()
         for engine, one in engines.items()
     ]
-    times_of = {
-        way: {
-            engine: {**one, "hpcfsdp_ratio": engines[OWN].ratio_to(engines[engine])}
-            for engine, one in times_json(engines).items()
-        }
-        for way, engines in times.items()
-    }
+    times_of = {way: times_json(engines, engines[OWN]) for way, engines in times.items()}
     memory = [
         {"way": way, "engine": engine, "ranks": ranks, **peak.as_json("calls_bytes")}
         for (way, engine, ranks), peak in peaks.items()

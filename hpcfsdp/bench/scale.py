@@ -84,7 +84,7 @@ class RankCosts(NamedTuple):
 
 
 class ImaginedCommunicator(FakeCommunicator):
-    """As if each of `size` ranks held what this process holds, at the real price for this process.
+    """Acts as if each of `size` ranks held what this process holds, at the real price for this process.
 
     Attributes:
         gathered_bytes: of pickled objects received so far.

@@ -30,7 +30,7 @@ from hpcfsdp.world import World
 
 FLOOR, OWN = "floor", "hpcfsdp"
 OWN_ROWS = f"{OWN}_rows"
-"""With ``hpcfsdp.fully_shard``."""
+"""The engine under ``hpcfsdp.fully_shard``."""
 STOCK = ("ddp", "fsdp1", "fsdp2")
 NAMES = {
     FLOOR: "the floor",
@@ -40,7 +40,7 @@ NAMES = {
     "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",
 }
-"""For the summary of all benchmarks."""
+"""Names in the summary of all benchmarks."""
 ENGINES = (FLOOR, *STOCK, OWN, OWN_ROWS)
 IN_TWO_DIMENSIONS = (FLOOR, "fsdp1", "fsdp2", OWN, OWN_ROWS)
 """Engines that shard tensor-parallel layers."""
@@ -89,10 +89,7 @@ def table(times: Mapping[str, Times], losses: Mapping[str, float]) -> Table:
     rows = [
         (engine, *time_cells(one), f"{one.ratio_to(floor):.2f}x", ratio_cell(own, one)) for engine, one in times.items()
     ]
-    as_json = {
-        engine: {**one, "loss": losses[engine], "hpcfsdp_ratio": own.ratio_to(times[engine])}
-        for engine, one in times_json(times).items()
-    }
+    as_json = {engine: {**one, "loss": losses[engine]} for engine, one in times_json(times, own).items()}
     ratios = [
         Ratio.of_times(f"{NAMES[engine]}: step time / {NAMES[other]}", times[engine], times[other])
         for engine in (OWN, OWN_ROWS)

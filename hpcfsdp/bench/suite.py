@@ -65,7 +65,7 @@ SMALL = (
     Benchmark("step", ("step", "--layers", "1", "--width", "16", "--repeats", "2")),
     Benchmark("host", ("host", "--units", "2", "--repeats", "2"), 0),
 )
-"""Instead of all parts, to try the suite: their figures have no meaning."""
+"""What ``--small`` runs, to try the suite: its figures have no meaning."""
 
 
 @dataclass(frozen=True)

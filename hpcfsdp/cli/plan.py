@@ -19,10 +19,10 @@ from hpcfsdp.text.terminal import readable_bytes
 if TYPE_CHECKING:
     import torch
 
-    from hpcfsdp.plan.choice import Candidate
+    from hpcfsdp.plan.choice import Candidate, Request
     from hpcfsdp.plan.links import Traffic
     from hpcfsdp.plan.models import ModelSource
-    from hpcfsdp.plan.proposal import Proposal, Request
+    from hpcfsdp.plan.proposal import Proposal
 
 _EXAMPLES = (
     "hpcfsdp plan --params 7e9 --layers 32 --ranks 64 --ranks-per-node 8 --device-memory 80GiB",
@@ -136,9 +136,10 @@ def _request(options: argparse.Namespace) -> Request:
         raise UsageError(f"plan: --efficiency is a share of the peak, at most 1, not {options.efficiency:g}")
     per_node = options.ranks_per_node or min(8, options.ranks)
 
+    from hpcfsdp.plan.choice import Disk, Request
     from hpcfsdp.plan.layouts import Precision, Setup  # with torch
     from hpcfsdp.plan.links import Links, device_named, link_of, measured_links  # the same
-    from hpcfsdp.plan.proposal import OF_RUNS, Disk, Request
+    from hpcfsdp.plan.proposal import OF_RUNS
     from hpcfsdp.plan.step_time import Machine
 
     device = device_named(options.device)

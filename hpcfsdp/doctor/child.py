@@ -22,7 +22,7 @@ _POLL_S = 0.05
 _DUMP_S = 0.5
 _END_S = 4.0
 _LEAVE_S = 30.0
-"""For the end of a child that has reported everything: on a busy node MPI takes seconds to finalize."""
+"""A child that has reported everything may take so long to end: on a busy node MPI takes seconds to finalize."""
 _KEPT_BYTES = 1 << 16
 _TAIL_LINES = 12
 _FRAMES = 3

@@ -20,7 +20,7 @@ from hpcfsdp.world import World
 
 SHARD_BYTES = 16 << 20
 MOST_GATHERED_BYTES = 256 << 20
-"""Of the gathered tensor: shards are smaller where there are many ranks."""
+"""The gathered tensor has no more: shards are smaller where there are many ranks."""
 REPETITIONS = 5
 _SLOW_S = 1.0
 """After a first round that takes longer, there is only one more."""
@@ -157,7 +157,7 @@ def _settle(world: World) -> None:
 
 
 LARGE_BYTES = 8 << 20
-"""Of a shard; less where a group has many ranks."""
+"""A shard has as much; less where a group has many ranks."""
 MOST_LINK_BYTES = 128 << 20
 SMALL_BYTES = 256
 _ROUNDS = 5

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from hpcfsdp.units.dtensor_unit import dtensor_units_in
 from hpcfsdp.units.flat_unit import units_in
 
 _RESET_PEAK = b"5"
-"""For /proc/self/clear_refs, see proc(5)."""
+"""What /proc/self/clear_refs takes, see proc(5)."""
 _SIZES = re.compile(rb"^(VmHWM|VmRSS):\s*(\d+) kB$", re.MULTILINE)
 
 
@@ -84,9 +83,8 @@ def memory_of(device: torch.device) -> ProcessMemory | DeviceMemory:
     return DeviceMemory(device) if accelerator.is_accelerator(device) else ProcessMemory()
 
 
-@dataclass
-class HeldBytes:
-    """Bytes of this rank by kind.
+class Holdings:
+    """Counts bytes of a model and its optimizer on this rank, now and then: it goes through all tensors for that.
 
     Attributes:
         parameters: its shards.
@@ -95,32 +93,20 @@ class HeldBytes:
         shared: its part of gathered values that the ranks of a node hold once, and that stay.
     """
 
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    shared: int = 0
-
-
-class Holdings:
-    """Counts ``HeldBytes`` of a model and its optimizer, now and then: it goes through all tensors for that."""
-
     def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
         self._model, self._optimizer = model, optimizer
-        self._looks = 0
-        self._num_states = -1
-        self.bytes = HeldBytes()
+        self._looks, self._num_states = 0, -1
+        self.parameters = self.gradients = self.optimizer = self.shared = 0
         if model is not None:
-            sharded_params = flat_params(model)
-            self.bytes.parameters = (
-                sum(map(_shard_bytes, sharded_params)) if sharded_params else _bytes_of(model.parameters())
-            )
+            flats = flat_params(model)
+            self.parameters = sum(map(_shard_bytes, flats)) if flats else _bytes_of(model.parameters())
 
     def look_at_gradients(self) -> None:
         """Count the gradients, which are complete now, in calls 1, 2, 4, 8, ... Not collective."""
         self._looks += 1
         if self._looks & (self._looks - 1) == 0:
             params = self._params()
-            self.bytes.gradients = _bytes_of(param.grad for param in params if param.grad is not None)
+            self.gradients = _bytes_of(param.grad for param in params if param.grad is not None)
 
     def look_at_optimizer(self) -> None:
         """Count the optimizer's state, and shared values, if there are other entries than before. Not collective."""
@@ -130,11 +116,11 @@ class Holdings:
         self._num_states = num_states
         if self._model is not None:
             units = (*units_in(self._model), *dtensor_units_in(self._model))
-            self.bytes.shared = sum(_shared_bytes(flat) for unit in units for flat in unit.sharded_params)
+            self.shared = sum(_shared_bytes(flat) for unit in units for flat in unit.sharded_params)
         if self._optimizer is None:
             return
         values = (value for state in self._optimizer.state.values() for value in state.values())
-        self.bytes.optimizer = _bytes_of(value for value in values if isinstance(value, torch.Tensor))
+        self.optimizer = _bytes_of(value for value in values if isinstance(value, torch.Tensor))
 
     def figures(self, gathered: int) -> dict[str, int]:
         """Return bytes by kind, as a record has them. Not collective.
@@ -143,12 +129,11 @@ class Holdings:
             gathered: bytes of gathered values that come and go.
         """
         self.look_at_optimizer()
-        held = self.bytes
         return {
-            "parameters_bytes": held.parameters,
-            "gradients_bytes": held.gradients,
-            "optimizer_bytes": held.optimizer,
-            "gathered_bytes": gathered + held.shared,
+            "parameters_bytes": self.parameters,
+            "gradients_bytes": self.gradients,
+            "optimizer_bytes": self.optimizer,
+            "gathered_bytes": gathered + self.shared,
         }
 
     def _params(self) -> Iterable[torch.Tensor]:

@@ -174,7 +174,8 @@ class Run:
             UsageError: a value is no number, a name is taken, `step` is not greater than the last one, or the run is
                 closed.
         """
-        self._check_open("step")
+        if self._closed:
+            raise UsageError("observe.Run.step: this run is closed: make another one")
         number = self._step + 1 if step is None else step
         if number <= self._step:
             raise UsageError(
@@ -416,10 +417,6 @@ class Run:
             if opened is not None:
                 opened.close()
         self._metrics = self._events = None
-
-    def _check_open(self, call: str) -> None:
-        if self._closed:
-            raise UsageError(f"observe.Run.{call}: this run is closed: make another one")
 
 
 def _world_communicator() -> Communicator:

@@ -13,7 +13,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ _TRACKS = (
     *(timeline.STEPS, timeline.UNITS, "compute waits", "gather", "gather waits", "reduce", "reduce waits"),
     *("replicate", "replicate waits", timeline.WAITS, timeline.CHECKPOINTS),
 )
-"""From top to bottom."""
+"""The tracks, from top to bottom."""
 _LANES = 1000
 _ROUNDS = 9
 _VISIBLE_WITHIN_S = 90.0
@@ -71,16 +71,17 @@ class Trace:
         if comm.rank == 0:  # of a run that was killed; other ranks write after ``begin``, which waits for this one
             shutil.rmtree(self._parts, ignore_errors=True)
         self._shift_ns = 0
-        self._resolve: Callable[[Any], int] = int
+        self._first: Any = None  # a moment of the device, and the host's clock then
+        self._first_ns = 0
 
     def begin(self) -> None:
         """Compare the clocks, and collect from here on. Waits for the device once."""
         recorder = self._recorder
         self._shift_ns = _clock_of_rank_0(self._comm)
         if recorder.is_timed:
-            first = recorder.now()
+            self._first = recorder.now()
             accelerator.synchronize(recorder.device)
-            self._resolve = _resolver(first, time.perf_counter_ns())
+            self._first_ns = time.perf_counter_ns()
         recorder.traces = True
 
     def end(self) -> None:
@@ -114,7 +115,9 @@ class Trace:
 
     def _events(self, spans: Iterable[TraceSlice]) -> Iterator[dict[str, Any]]:
         def moment(mark: Any) -> int:
-            return self._resolve(mark) - self._shift_ns
+            if not isinstance(mark, int):
+                mark = self._first_ns + int(self._first.elapsed_time(mark) * 1e6)
+            return mark - self._shift_ns
 
         yield from events_of(
             ((span.track, span.name, moment(span.begin), moment(span.end)) for span in spans),
@@ -185,15 +188,6 @@ def in_lanes(spans: Iterable[tuple[str, int, int]]) -> list[list[tuple[str, int,
         lanes[place].append(span)
         open_ends[place].append(end)
     return lanes
-
-
-def _resolver(first: torch.Event, first_ns: int) -> Callable[[Any], int]:
-    """Return a function from marks to nanoseconds of the host's clock, given a moment of the device on it."""
-
-    def resolve(mark: Any) -> int:
-        return first_ns + int(first.elapsed_time(mark) * 1e6) if not isinstance(mark, int) else mark
-
-    return resolve
 
 
 def _clock_of_rank_0(comm: Communicator) -> int:

@@ -4,6 +4,7 @@ Everything is arithmetic on the layouts that the engine itself uses. A model is 
 rank is started, and no rank is visited.
 """
 
+from hpcfsdp.plan.choice import Disk, Request
 from hpcfsdp.plan.layouts import Precision, Setup
 from hpcfsdp.plan.links import DEVICES, Link, Links, link_of, measured_links
 from hpcfsdp.plan.models import (
@@ -15,7 +16,7 @@ from hpcfsdp.plan.models import (
     from_transformers,
     shape_of,
 )
-from hpcfsdp.plan.proposal import Disk, Proposal, Request, as_json, propose
+from hpcfsdp.plan.proposal import Proposal, as_json, propose
 from hpcfsdp.plan.step_time import Machine
 
 __all__ = [

@@ -57,7 +57,7 @@ class Footprint:
 
 
 def footprint(step: TracedStep, setup: Setup) -> Footprint:
-    """Return the memory of the worst rank. Pure: takes as long for one rank as for any number."""
+    """Return the memory of the worst rank. It takes as long for one rank as for any number."""
     return Replay(step, setup).run()
 
 

@@ -154,7 +154,7 @@ class PlannedGroup:
 
     @cached_property
     def shard_bytes(self) -> int:
-        """Of a rank's shard."""
+        """The size of a rank's shard."""
         return allocated(self.layout.shard_numel, self.dtypes.param)
 
 

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hpcfsdp.errors import UsageError, nearest
 from hpcfsdp.output.figure_file import new_figure
-from hpcfsdp.plan.choice import (
-    SAME_TIME,
-    Candidate,
-    Limits,
-    candidates,
-    pick,
-    program,
-    remarks,
-    run_config,
-    way_out,
-)
+from hpcfsdp.plan.choice import SAME_TIME, Candidate, Disk, Request, candidates, pick, way_out
 from hpcfsdp.plan.footprint import KINDS
 from hpcfsdp.plan.layouts import OPTIMIZERS, STRATEGIES, Layouts, Setup
-from hpcfsdp.plan.models import ModelSource
-from hpcfsdp.plan.step_time import Machine
-from hpcfsdp.plan.traced_step import TracedStep
+from hpcfsdp.plan.traced_step import PlannedUnit, TracedStep
 from hpcfsdp.text.terminal import shown
 
 if TYPE_CHECKING:
@@ -33,17 +22,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class Disk:
-    """A parallel file system.
-
-    Attributes:
-        node_bytes_per_s: that one node writes.
-        bytes_per_s: that all nodes write together at most.
-    """
-
-    node_bytes_per_s: float = 2e9
-    bytes_per_s: float = 100e9
+_LATENCY_SHARE = 0.5
+"""A larger unit would take hardly longer where latency is this part of the time of a gather."""
+_EXPOSED_SHARE = 0.1
+_MEMORY_SHARE = 0.4
+"""The part of the peak that gathered units and their gradients may take."""
+_ROOT_FACTOR = 2
 
 
 @dataclass(frozen=True)
@@ -95,38 +79,6 @@ OF_RUNS = ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD")
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to plan.
-
-    Attributes:
-        source: the model.
-        ranks: of the job; a multiple of ``machine.ranks_per_node``.
-        machine: its nodes, links and devices.
-        memory_bytes: of a device.
-        headroom: the part of it that is left to the driver, to communication libraries and to fragmentation.
-        common: front, precision, optimizer, offload, accumulation and granularity of all setups.
-        param: the dtype of the parameters; None for that of the model.
-        strategies, shards, checkpointed: to consider no others; empty or None for all.
-        disk, interval_s: for checkpoints.
-        of_run: whether ``hpcfsdp train`` runs it: then the setup is given by keys of its configuration.
-    """
-
-    source: ModelSource
-    ranks: int
-    machine: Machine
-    memory_bytes: int
-    headroom: float = 0.1
-    common: Setup = field(default_factory=Setup)
-    param: torch.dtype | None = None
-    strategies: tuple[str, ...] = ()
-    shards: int | None = None
-    checkpointed: bool | None = None
-    disk: Disk = field(default_factory=Disk)
-    interval_s: float = 3600.0
-    of_run: bool = False
-
-
-@dataclass(frozen=True)
 class Proposal:
     """A plan.
 
@@ -167,13 +119,13 @@ class Proposal:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks; 0 where the step is not known."""
+        """Tokens of all ranks; 0 where the step is not known."""
         setup, seconds = self.best.setup, self.best.time.seconds
         return self.step.tokens * setup.ranks * setup.accumulation / seconds if seconds else 0.0
 
 
 def propose(request: Request) -> Proposal:
-    """Plan a training. Pure, and the same for any number of ranks; takes a few seconds for the largest models.
+    """Plan a training. It takes a few seconds for the largest models, and as long for any number of ranks.
 
     Raises:
         UsageError: counts do not divide, or the model cannot be made or traced.
@@ -186,16 +138,14 @@ def propose(request: Request) -> Proposal:
     steps = [source.step(compute=common.precision.compute, param=request.param, checkpointed=way) for way in ways]
     if source.loss_of is None:
         steps = [replace(each, checkpointed=bool(request.checkpointed)) for each in steps]
-    usable = int(request.memory_bytes * (1 - request.headroom))
-    limits = Limits(request.ranks, usable, request.strategies, request.shards, request.checkpointed)
-    found = candidates(steps, common, machine, limits)
+    found = candidates(request, steps)
     best = pick(found)
     step = next(each for each in steps if each.checkpointed is best.checkpointed)
     missing = 0
     if best.fits:
-        reason, texts = _reason(best, found, step), tuple(remarks(step, best, usable))
+        reason, texts = _reason(best, found, step), tuple(remarks(step, best, request.usable_bytes))
     else:
-        missing, help_ = way_out(steps, best, machine, limits)
+        missing, help_ = way_out(request, step, best)
         reason, texts = "nothing fits; this takes the least memory", tuple(help_)
     nodes = request.ranks // machine.ranks_per_node
     files = saving(step, best.setup, nodes=nodes, disk=request.disk, interval_s=request.interval_s)
@@ -241,6 +191,140 @@ def _reason(best: Candidate, found: tuple[Candidate, ...], step: TracedStep) -> 
     if best.checkpointed and plain and not plain[0].fits:
         parts.append("it does not fit without checkpointed activations")
     return "; ".join(parts)
+
+
+def remarks(step: TracedStep, candidate: Candidate, usable_bytes: int) -> Iterator[str]:
+    """Yield what is worth changing about the units, with the remedy.
+
+    Args:
+        usable_bytes: memory of a device: where most of it is left, no unit is too large.
+    """
+    units, time, setup = step.units, candidate.time, candidate.setup
+    inner = units[:-1]
+    if not inner and units[-1].numel:
+        yield (
+            f"the model is one unit of {units[-1].numel:,} parameters: all of them are gathered at once, and nothing "
+            "overlaps: name the classes to wrap with --wrap"
+        )
+    waits = time.exposed_s > _EXPOSED_SHARE * time.seconds
+    if setup.shards > 1 and waits:
+        yield from _small_units(inner, candidate)
+    if candidate.footprint.peak.nbytes > usable_bytes // 2:
+        yield from _large_units(units, candidate)
+    if waits:
+        largest = max(
+            ("gathers of parameters", time.gathers),
+            ("reductions of gradients", time.reductions),
+            ("all-reduces over replicas", time.replication),
+            key=lambda pair: pair[1].seconds,
+        )
+        part = "latency" if largest[1].latency_s > largest[1].transfer_s else "bandwidth"
+        yield (
+            f"{time.exposed_s / time.seconds:.0%} of the step waits for communication, most of it for the {part} of "
+            f"{largest[0]}: more tokens in a step of each rank hide more of it"
+        )
+
+
+def _small_units(inner: tuple[PlannedUnit, ...], candidate: Candidate) -> Iterator[str]:
+    counts = Counter((unit.kind, unit.numel) for unit in inner if unit.numel)
+    costs = {(unit.kind, unit.numel): cost for unit, cost in zip(inner, candidate.time.by_unit, strict=False)}
+    for (kind, numel), count in counts.items():
+        gather = costs[kind, numel].gather
+        if count > 1 and gather.seconds and gather.latency_s / gather.seconds > _LATENCY_SHARE:
+            together = min(count, math.ceil(gather.latency_s / max(gather.transfer_s, 1e-12)))
+            yield (
+                f"units of {kind} ({numel:,} parameters) are too small for {candidate.setup.shards} ranks: "
+                f"{gather.latency_s / gather.seconds:.0%} of the {gather.seconds * 1e3:.1f} ms of a gather is latency: "
+                f"make one unit of {together} of them, or share each copy among fewer ranks"
+            )
+
+
+def _large_units(units: tuple[PlannedUnit, ...], candidate: Candidate) -> Iterator[str]:
+    peak = candidate.footprint.peak
+    in_use = peak.bytes_by_kind["gathered"] + peak.bytes_by_kind["unit gradients"]
+    *inner, root = units
+    largest = max(inner, key=lambda unit: unit.numel, default=root)
+    if candidate.setup.shards > 1 and inner and root.numel > _ROOT_FACTOR * largest.numel:
+        yield (
+            f"the model itself holds {root.numel:,} parameters outside of its units, which stay gathered for the whole "
+            "step: make its embedding and its head units of their own"
+        )
+    elif candidate.setup.shards > 1 and inner and in_use > _MEMORY_SHARE * peak.nbytes:
+        yield (
+            f"units of {largest.kind} ({largest.numel:,} parameters) are large: two of them with their gradients take "
+            f"{in_use / peak.nbytes:.0%} of the peak: wrap smaller modules"
+        )
+
+
+def program(step: TracedStep, candidate: Candidate) -> tuple[str, ...]:
+    """Return the lines of Python that make this setup, with the front that was planned."""
+    setup = candidate.setup
+    kinds = list(dict.fromkeys(unit.kind for unit in step.units[:-1]))
+    mixed = ", ".join(
+        f"{name}={dtype}"
+        for name, dtype in (("param_dtype", setup.precision.compute), ("reduce_dtype", setup.precision.reduce))
+        if dtype is not None
+    )
+    hybrid = setup.replicas > 1 and setup.shards > 1
+    mesh = [f"mesh = world.mesh(replicate={setup.replicas}, shard={setup.shards})"] if hybrid else []
+    build = _with_class if setup.front == "class" else _with_fully_shard
+    return (*mesh, *build(candidate, kinds, mixed, hybrid))
+
+
+def run_config(candidate: Candidate) -> tuple[str, ...]:
+    """Return the keys of ``hpcfsdp train`` that make this setup, as YAML."""
+    return "mesh:", f"  replicate: {candidate.setup.replicas}"
+
+
+def _with_class(candidate: Candidate, kinds: list[str], mixed: str, hybrid: bool) -> list[str]:
+    setup = candidate.setup
+    options = [f"sharding_strategy=ShardingStrategy.{setup.strategy}"]
+    if hybrid:
+        options.append("device_mesh=mesh")
+    if kinds:
+        options.append(f"auto_wrap_policy=ModuleWrapPolicy({{{', '.join(kinds)}}})")
+    if mixed:
+        options.append(f"mixed_precision=MixedPrecision({mixed})")
+    if setup.offload:
+        options.append("cpu_offload=CPUOffload(True)")
+    if setup.granularity != 1:
+        options.append(f"granularity={setup.granularity!r}")
+    lines = ["model = FullyShardedDataParallel(", "    model,", *(f"    {option}," for option in options), ")"]
+    if candidate.checkpointed and kinds:  # inside of the units
+        lines += [
+            "for unit in FullyShardedDataParallel.fsdp_modules(model):",
+            f"    apply_activation_checkpointing(unit.module, check_fn={_is_one_of(kinds)})",
+        ]
+    return lines
+
+
+def _with_fully_shard(candidate: Candidate, kinds: list[str], mixed: str, hybrid: bool) -> list[str]:
+    setup = candidate.setup
+    options = ["mesh=mesh" if hybrid else "mesh=world.mesh(shard=None)"]
+    if mixed:
+        options.append(f"mp_policy=MixedPrecisionPolicy({mixed})")
+    if setup.offload:
+        options.append("offload_policy=CPUOffloadPolicy()")
+    lines = ["options = dict(", *(f"    {option}," for option in options), ")"]
+    if kinds:
+        keep = "reshard_after_forward=False, " if setup.keeps_values else ""
+        if candidate.checkpointed:  # inside of the units: these are the wrappers
+            lines.append(f"apply_activation_checkpointing(model, check_fn={_is_one_of(kinds)})")
+        types = "CheckpointWrapper" if candidate.checkpointed else _types(kinds)
+        lines += [
+            "for module in list(model.modules()):",
+            f"    if isinstance(module, {types}):",
+            f"        fully_shard(module, {keep}**options)",
+        ]
+    return [*lines, "fully_shard(model, **options)"]
+
+
+def _types(kinds: list[str]) -> str:
+    return kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
+
+
+def _is_one_of(kinds: list[str]) -> str:
+    return f"lambda module: isinstance(module, {_types(kinds)})"
 
 
 def as_json(proposal: Proposal) -> dict[str, Any]:

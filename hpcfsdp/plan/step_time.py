@@ -70,7 +70,7 @@ class StepTime:
 
 
 def replay(step: TracedStep, setup: Setup, machine: Machine) -> tuple[Footprint, StepTime]:
-    """Return memory and time of a step. Pure: takes as long for one rank as for any number."""
+    """Return memory and time of a step. It takes as long for one rank as for any number."""
     made = _Schedule(step, setup, machine)
     found = made.run()
     return found, made.step_time()

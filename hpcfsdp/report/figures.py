@@ -50,7 +50,7 @@ def figures_of(run: RunFolder) -> list[Figure]:
     with style():
         marks = _marks(run)
         found: list[Figure] = []
-        for draw in (_loss, _gradients, _rate, _times, _communication, _spread, _slowest, _memory, _progress, _others):
+        for draw in (_loss, _single_curves, _times, _communication, _spread, _slowest, _memory, _progress, _others):
             found += draw(run, marks)
         return found
 
@@ -108,23 +108,17 @@ def _loss(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     yield write("loss", "Loss", caption, _summary("Loss", steps, losses), figure)
 
 
-def _gradients(run: RunFolder, marks: Marks) -> Iterator[Figure]:
+def _single_curves(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     series = run.series
-    for name, title, caption in (
-        ("grad_norm", "Gradient norm", "Before clipping. Spikes often come before a loss that rises."),
-        ("lr", "Learning rate", "Of the first parameter group."),
+    rate, unit = rate_column(series)
+    use = "The model's arithmetic, of the devices' peak rate."
+    for name, title, caption, kind, from_zero in (
+        ("grad_norm", "Gradient norm", "Before clipping. Spikes often come before a loss that rises.", "", False),
+        ("lr", "Learning rate", "Of the first parameter group.", "", True),
+        (rate, "Throughput", f"{unit.capitalize()}, all ranks together.", "count", True),
+        ("flop_utilisation", "Use of the devices", use, "share", True),
     ):
-        yield from _curve(name, title, caption, *series.points(name), marks, from_zero=name == "lr")
-
-
-def _rate(run: RunFolder, marks: Marks) -> Iterator[Figure]:
-    series = run.series
-    name, unit = rate_column(series)
-    for column, title, caption, kind in (
-        (name, "Throughput", f"{unit.capitalize()}, all ranks together.", "count"),
-        ("flop_utilisation", "Use of the devices", "The model's arithmetic, of the devices' peak rate.", "share"),
-    ):
-        yield from _curve(column or "rate", title, caption, *series.points(column), marks, kind, from_zero=True)
+        yield from _curve(name, title, caption, *series.points(name), marks, kind, from_zero=from_zero)
 
 
 def _curve(

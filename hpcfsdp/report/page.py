@@ -15,7 +15,6 @@ import numpy as np
 from hpcfsdp._version import __version__
 from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.errors import HpcfsdpError, needs_extra
-from hpcfsdp.report.drawing import Figure
 from hpcfsdp.report.problems import Problem
 from hpcfsdp.report.run_folder import RunFolder, SavedCheckpoint, flat_config
 from hpcfsdp.report.series import Series
@@ -38,6 +37,8 @@ NEWEST = 10
 MOST_ROWS = 400
 SAMPLES = 25
 """Rows of the table of numbers by step."""
+SEVERITIES = {"bad": "Problem", "warning": "Warning", "note": "Note"}
+_HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -284,21 +285,13 @@ def _operations(value: float | None, rate: str = "") -> str:
     return "" if not value else f"{readable_count(value)}FLOP{rate}"
 
 
-SEVERITIES = {"bad": "Problem", "warning": "Warning", "note": "Note"}
-_HERE = Path(__file__).parent
-
-
-def render(
-    run: RunFolder, summary: Summary, problems: Sequence[Problem], figures: Sequence[Figure], made_s: float
-) -> str:
-    """Return the page as text.
-
-    Args:
-        made_s: now, seconds since the epoch.
-    """
+def page_of(run: RunFolder, summary: Summary, problems: Sequence[Problem]) -> str:
+    """Return the page as text, with the date of now."""
     with needs_extra("cli", "the page of a run"):  # --json needs none
         import jinja2
         from markupsafe import Markup
+
+    from hpcfsdp.report.figures import figures_of  # matplotlib takes half a second, and --json needs none
 
     def printable(value: Any) -> Any:
         return value if isinstance(value, Markup) or not isinstance(value, str) else shown_lines(value)
@@ -338,7 +331,7 @@ def render(
         sections=[(anchor, title) for anchor, title, there in sections if there],
         problems=problems,
         severities=SEVERITIES,
-        figures=[replace(one, svg=Markup(one.svg)) for one in figures],
+        figures=[replace(one, svg=Markup(one.svg)) for one in figures_of(run)],
         key=_key(run),
         numbers=number_table(run.series),
         starts=start_table(run),
@@ -359,7 +352,7 @@ def render(
         config=flat_config(run.config) if run.config else [],
         config_text=run.config_text,
         environment=environment(run),
-        made=f"Made by hpcfsdp {__version__} on {date_of(made_s)} UTC from {sources}.",
+        made=f"Made by hpcfsdp {__version__} on {date_of(time.time())} UTC from {sources}.",
     )
 
 
@@ -401,10 +394,3 @@ def write_page(text: str, path: Path) -> None:
         raise HpcfsdpError(
             f"{path}: cannot be written: {reason(error)}; --out FILE writes the report elsewhere"
         ) from error
-
-
-def page_of(run: RunFolder, summary: Summary, problems: Sequence[Problem]) -> str:
-    """Return the page of a run, now; see ``render``."""
-    from hpcfsdp.report.figures import figures_of  # matplotlib takes half a second, and --json needs none
-
-    return render(run, summary, problems, figures_of(run), time.time())

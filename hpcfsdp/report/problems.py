@@ -1,4 +1,4 @@
-"""What is wrong with a run, or slow, in plain sentences with a remedy. Pure: numbers in, sentences out."""
+"""What is wrong with a run, or slow, in plain sentences with a remedy."""
 
 from __future__ import annotations
 

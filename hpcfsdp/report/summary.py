@@ -1,4 +1,4 @@
-"""The state of a run in a few facts: the head of the page, and what ``--json`` prints. Pure."""
+"""The state of a run in a few facts: the head of the page, and what ``--json`` prints."""
 
 from __future__ import annotations
 
@@ -160,6 +160,7 @@ def summarize(run: RunFolder, recent: int = RECENT) -> Summary:
     seconds = series.points("seconds")[1]
     left = None if total is None or step is None or step_s is None else max(total - step, 0) * step_s
     counts = run.notes.counts
+    sizes = (one.world_size for one in reversed(run.checkpoints) if one.world_size)
     return Summary(
         status=status,
         message=message,
@@ -174,7 +175,7 @@ def summarize(run: RunFolder, recent: int = RECENT) -> Summary:
         trained_s=float(seconds.sum()) if len(seconds) else None,
         wall_s=_wall_s(run),
         eta_s=left if status == "running" else None,
-        world_size=_whole(facts.get("world_size")) or _known_world_size(run),
+        world_size=_whole(facts.get("world_size")) or next(sizes, None),
         num_nodes=_whole(facts.get("num_nodes")),
         device=start.text("device") if start else "",
         parameters=_whole(facts.get("parameters")),
@@ -224,11 +225,6 @@ def _wall_s(run: RunFolder) -> float | None:
     times = [event.seconds for event in run.events] + run.series.seconds.tolist()
     known = [seconds for seconds in times if math.isfinite(seconds)]
     return max(known) - min(known) if len(known) > 1 else None
-
-
-def _known_world_size(run: RunFolder) -> int | None:
-    sizes = [one.world_size for one in run.checkpoints if one.world_size]
-    return sizes[-1] if sizes else None
 
 
 def _whole(value: Any) -> int | None:

@@ -1,10 +1,6 @@
-import mmap
-
 import pytest
-import torch
 
-from hpcfsdp.doctor import rank_findings, speed
-from hpcfsdp.doctor.all_ranks import file_system_of
+from hpcfsdp.doctor import rank_findings
 from hpcfsdp.doctor.rank_findings import is_shared
 
 
@@ -207,57 +203,6 @@ def test_links():
     found = list(rank_findings.judge_links({"within": None, "between": link}))
     assert [(each.area, each.level) for each in found] == [("links", "ok")]
     assert found[0].what == "between nodes: 12.00 GB/s per rank, 5.0 us a message (8 ranks)"
-
-
-def test_the_kind_of_shared_memory_is_read_from_the_maps():
-    maps = """\
-7f0000000000-7f0000001000 rw-s 00000000 00:01 12 /memfd:hpcfsdp (deleted)
-7f0000001000-7f0000002000 rw-s 00000000 00:19 13 /dev/shm/hpcfsdp-ab12 (deleted)
-7f0000002000-7f0000003000 rw-p 00000000 00:00 0
-"""
-    assert speed.way_of(maps, 0x7F0000000000) == "memfd"
-    assert speed.way_of(maps, 0x7F0000001FFF) == "file"
-    assert speed.way_of(maps, 0x7F0000002000) == "private"
-    assert speed.way_of(maps, 0x1000) == "private"
-
-
-def test_memory_of_this_process_is_private():
-    memory = torch.frombuffer(mmap.mmap(-1, 4096), dtype=torch.uint8)
-    with open("/proc/self/maps") as file:
-        assert speed.way_of(file.read(), memory.data_ptr()) == "private"
-
-
-MOUNTS = """\
-overlay / overlay rw 0 0
-server:/home /home nfs4 rw 0 0
-none /home/me/image squashfs ro 0 0
-mgs@tcp:/work /work\\040space lustre rw 0 0
-tmpfs /tmp tmpfs rw 0 0
-/dev/nvme0n1 /tmp xfs rw 0 0
-"""
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/usr/lib/python3", "overlay"),
-        ("/home/me/venv/lib", "nfs4"),
-        ("/home/me/image/lib", "squashfs"),
-        ("/homes/me", "overlay"),
-        ("/work space/venv", "lustre"),
-        ("/tmp/venv", "xfs"),
-    ],
-)
-def test_the_file_system_of_a_path_is_that_of_the_innermost_and_last_mount(path, kind):
-    assert file_system_of(path, MOUNTS) == kind
-
-
-def test_without_mounts_nothing_is_known():
-    assert file_system_of("/home", "") is None
-
-
-def test_this_machine_has_a_file_system():
-    assert file_system_of("/proc/self") == "proc"
 
 
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "fuse.glusterfs", "fuse.ceph"])

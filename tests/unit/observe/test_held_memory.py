@@ -43,7 +43,7 @@ def trained(model):
     holdings = Holdings(model, optimizer)
     optimizer.register_step_pre_hook(lambda *_: holdings.look_at_gradients())
     assert holdings.figures(5) == {
-        "parameters_bytes": holdings.bytes.parameters,
+        "parameters_bytes": holdings.parameters,
         "gradients_bytes": 0,
         "optimizer_bytes": 0,
         "gathered_bytes": 5,

@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from hpcfsdp.doctor import speed
 from hpcfsdp.errors import UsageError
-from hpcfsdp.launch.topology import Topology
 from hpcfsdp.plan import links
 from hpcfsdp.plan.links import Link, Links, RankGroup, Traffic
 
@@ -57,15 +55,6 @@ def test_files_that_hold_no_links(tmp_path, text, message):
         links.measured_links(path, ASSUMED)
     with pytest.raises(UsageError, match="No such file"):
         links.measured_links(tmp_path / "other.json", ASSUMED)
-
-
-def test_who_measures_links_with_whom():
-    even = Topology.regular(2, 3)
-    assert speed.members(even, 4, between=False) == [3, 4, 5]
-    assert speed.members(even, 4, between=True) == [1, 4]
-    uneven = Topology.uneven([3, 2])
-    assert speed.members(uneven, 2, between=True) == [2]
-    assert speed.members(uneven, 4, between=True) == [1, 4]
 
 
 LINKS = Links(Link(1e-6, 100e9, "given"), Link(1e-5, 10e9, "given"))
