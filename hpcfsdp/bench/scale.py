@@ -275,7 +275,7 @@ def _checkpoints(
     del collected, content, tensors
     index = checkpoint.open_index(path)
     lean = replace(index, rng={kind: value[:0] for kind, value in index.rng.items()})
-    comm.of_rank_0 = pickle.dumps((lean, 0))
+    comm.of_rank_0 = pickle.dumps((None, (lean, 0)))  # no error, and what it has opened
     comm.row = torch.from_numpy(rng.packed(rng.capture(comm.device)))
     phases("load", lambda: checkpoint.load(path, model=model, optimizer=optimizer))
 
