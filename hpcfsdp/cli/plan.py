@@ -136,8 +136,8 @@ def _request(options: argparse.Namespace) -> Request:
         raise UsageError(f"plan: --efficiency is a share of the peak, at most 1, not {options.efficiency:g}")
     per_node = options.ranks_per_node or min(8, options.ranks)
 
-    from hpcfsdp.plan.choice import Disk, Request
-    from hpcfsdp.plan.layouts import Precision, Setup  # with torch
+    from hpcfsdp.plan.choice import Disk, Request  # with torch
+    from hpcfsdp.plan.layouts import Precision, Setup  # the same
     from hpcfsdp.plan.links import Links, device_named, link_of, measured_links  # the same
     from hpcfsdp.plan.proposal import OF_RUNS
     from hpcfsdp.plan.step_time import Machine
