@@ -15,18 +15,18 @@ import torch
 
 
 def device_type() -> str | None:
-    """The type of the accelerator whose devices this process sees; None without one."""
+    """Return the type of the accelerator whose devices this process sees; None without one."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
 
 def device_count() -> int:
-    """The number of devices that this process sees."""
+    """Return the number of devices that this process sees."""
     return torch.accelerator.device_count() if device_type() is not None else 0
 
 
 def current_device() -> torch.device:
-    """The current device."""
+    """Return the current device."""
     return torch.device(device_type() or "cpu", torch.accelerator.current_device_index())
 
 
@@ -36,7 +36,7 @@ def make_current(device: torch.device) -> None:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether a device has memory and streams of its own."""
+    """Return whether a device has memory and streams of its own."""
     return device.type not in ("cpu", "meta")
 
 
@@ -55,7 +55,7 @@ class Hardware:
 
 
 def describe(device: torch.device) -> Hardware:
-    """What a device is."""
+    """Return what a device is."""
     find = getattr(torch.get_device_module(device), "get_device_properties", lambda device: None)
     found = find(device)
     uuid = getattr(found, "uuid", None)
@@ -64,7 +64,7 @@ def describe(device: torch.device) -> Hardware:
 
 
 def frees_by_stream(device: torch.device) -> bool:
-    """Whether freed memory goes to the stream first on which it was allocated, in the order of its work."""
+    """Return whether freed memory goes to the stream first on which it was allocated, in the order of its work."""
     backend = getattr(getattr(torch.get_device_module(device), "memory", None), "get_allocator_backend", None)
     return backend is None or backend() != "cudaMallocAsync"
 
@@ -73,7 +73,7 @@ _DRIVERS = {"cuda": ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Versions of what a device works with, by name, as far as they can be found out."""
+    """Return versions of what a device works with, by name, as far as they can be found out."""
     found = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
     module = torch.get_device_module(device)
     with contextlib.suppress(Exception):  # torch may be built without it
@@ -93,54 +93,54 @@ def synchronize(device: torch.device) -> None:
 
 
 def new_stream(device: torch.device, priority: int = 0) -> torch.Stream:
-    """A stream; one with a lower `priority` number comes first."""
+    """Return a new stream; one with a lower `priority` number comes first."""
     return torch.Stream(device, priority=priority)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream on which the calling thread enqueues work of a device."""
+    """Return the stream on which the calling thread enqueues work of a device."""
     return torch.accelerator.current_stream(device)
 
 
 def on(stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
-    """A context in which a stream is the current one."""
+    """Return a context in which a stream is the current one."""
     return stream
 
 
 def record(stream: torch.Stream) -> torch.Event:
-    """The event that everything on a stream up to here is done."""
+    """Return the event that everything on a stream up to here is done."""
     return stream.record_event()
 
 
 def record_timed(stream: torch.Stream) -> torch.Event:
-    """The same, as an event that knows when that was."""
+    """Return the same as ``record``, an event that knows when that was."""
     event = torch.Event(stream.device, enable_timing=True)
     stream.record_event(event)
     return event
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Bytes of torch's tensors on a device: now, and at their peak since ``reset_memory_peak``."""
+    """Return the bytes of torch's tensors on a device: now, and at their peak since ``reset_memory_peak``."""
     return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
 
 
 def reset_memory_peak(device: torch.device) -> None:
-    """Let the peak of ``memory_bytes`` be the present value."""
+    """Make the peak of ``memory_bytes`` the present value."""
     torch.accelerator.reset_peak_memory_stats(device)
 
 
 def new_pool(device: torch.device, allocator: Any) -> Any:
-    """A pool of device memory that comes from an allocator of its own."""
+    """Return a pool of device memory that comes from an allocator of its own."""
     return torch.get_device_module(device).MemPool(allocator)
 
 
 def allocating_from(pool: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A context in which the calling thread allocates device memory from a pool of ``new_pool``."""
+    """Return a context in which the calling thread allocates device memory from a pool of ``new_pool``."""
     return torch.get_device_module(device).use_mem_pool(pool, device)
 
 
 def get_rng_state(device: torch.device) -> torch.Tensor:
-    """The state of a device's random number generator, uint8."""
+    """Return the state of a device's random number generator, uint8."""
     return torch.get_device_module(device).get_rng_state(device)
 
 

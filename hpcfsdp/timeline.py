@@ -1,4 +1,4 @@
-"""Where the time of a rank goes: its waits for communication, and for a trace what each queue did.
+"""Where the time of a rank goes: its waits for communication, and for a trace what each stream did.
 
 The engine and the communicators report here while ``recorder`` is set. Otherwise each place of theirs costs the look at
 one global. On the CPU a time is the host's clock. On an accelerator it is an event on a stream, which is read when it
@@ -21,21 +21,21 @@ Mark = Any
 """A moment: nanoseconds of ``time.perf_counter_ns``, or a timed ``torch.Event``."""
 
 UNITS, WAITS, STEPS, CHECKPOINTS = "units", "waits", "steps", "checkpoints"
-"""Tracks of a trace besides those of the engine's queues: the units on the compute queue, the waits of the host."""
+"""Tracks of a trace besides those of the engine's streams: the units on the compute stream, the waits of the host."""
 
 _MOST_KEPT = 512
 """Waits that are kept before their times are added up."""
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
-    """Seconds between two moments of one kind, which have come."""
+    """Return the seconds between two moments of one kind, which have come."""
     if isinstance(begin, int):
         return float(end - begin) / 1e9
     return float(begin.elapsed_time(end)) / 1e3
 
 
 def has_come(mark: Mark) -> bool:
-    """Whether a moment can be read."""
+    """Return whether a moment can be read."""
     return isinstance(mark, int) or mark.query()
 
 
@@ -61,12 +61,12 @@ class Interval:
             self.waited_s += seconds_between(*self.waits.pop(0))
 
     def wait(self) -> None:
-        """Not collective. Wait until it is over, on a device that still computes it."""
+        """Wait until it is over, on a device that still computes it."""
         if not has_come(self.end):
             self.end.synchronize()
 
     def read(self) -> tuple[float, float]:
-        """Seconds in all, and seconds of waits, when it is over."""
+        """Return the seconds in all, and those of waits, when it is over."""
         self.add_up()
         seconds = seconds_between(self.begin, self.end) - sum(seconds_between(*pause) for pause in self.pauses)
         return max(seconds, 1e-9), min(max(self.waited_s, 0.0), max(seconds, 1e-9))
@@ -86,10 +86,10 @@ class Recorder:
     """Collects the waits of this rank, and spans while ``traces``.
 
     Attributes:
-        device: the times of its queues are read from events.
+        device: the times of its streams are read from events.
         traces: whether spans are kept.
         spans: since ``traces`` was set.
-        gathered_bytes: of gathered values that are in memory now, counted since the recorder was made.
+        gathered_bytes: of gathered parameters that are in memory now, counted since the recorder was made.
         most_gathered_bytes: the most since ``pop_most_gathered``.
     """
 
@@ -106,7 +106,7 @@ class Recorder:
         self._interval = Interval(self.now())
 
     def now(self, stream: torch.Stream | None = None) -> Mark:
-        """This moment: on a device, when all work on `stream` up to here is done, by default the compute queue."""
+        """Return this moment: on a device, when all work on `stream`, by default the compute stream, is done."""
         on = stream or self._compute
         return time.perf_counter_ns() if on is None else accelerator.record_timed(on)
 
@@ -122,7 +122,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A context whose time and waits do not count."""
+        """Let time and waits not count, as a context."""
         if self._paused:
             yield
             return
@@ -134,19 +134,19 @@ class Recorder:
             self._interval.pauses.append((begin, self.now()))
 
     def pop_most_gathered(self) -> int:
-        """The most bytes of gathered values at a time since the last call."""
+        """Return the most bytes of gathered parameters at a time since the last call."""
         most, self.most_gathered_bytes = self.most_gathered_bytes, self.gathered_bytes
         return most
 
     # What the engine and the communicators report
 
     def begin_wait(self) -> tuple[Mark, int]:
-        """The host begins to wait for other ranks. On a device the compute queue runs empty meanwhile, or does not."""
+        """Note that the host begins to wait for other ranks, while the compute stream may run empty."""
         self._depth += 1
         return self.now(), time.perf_counter_ns()
 
     def end_wait(self, begun: tuple[Mark, int], label: str) -> None:
-        """The host has waited, in a collective with this label."""
+        """Note that the host has waited, in a collective with this label."""
         self._depth -= 1
         if not self._depth:  # otherwise the outer wait counts
             self._add_wait(begun[0], self.now())
@@ -157,8 +157,8 @@ class Recorder:
         """Have a stream wait for an event, and time that.
 
         Args:
-            track: the queue.
-            counts: whether it is a wait of the compute queue.
+            track: the name of the stream.
+            counts: whether it is a wait of the compute stream.
         """
         begin = self.now(stream)
         stream.wait_event(event)
@@ -169,7 +169,7 @@ class Recorder:
             self.spans.append(TraceSlice(f"{track} waits", why, begin, end))
 
     def change_state(self, unit: str, before: str, after: str) -> None:
-        """A unit goes from one ``TrainingState`` to another. Its backward lasts while it recomputes."""
+        """Note that a unit goes from one ``TrainingState`` to another. Its backward lasts while it recomputes."""
         if not self.traces:
             return
         now = self.now()
@@ -185,12 +185,12 @@ class Recorder:
             self.spans.append(TraceSlice(track, name, begin, end))
 
     def count_gathered(self, nbytes: int) -> None:
-        """Memory of gathered values was allocated, or freed if `nbytes` is negative."""
+        """Note that memory of gathered parameters was allocated, or freed if `nbytes` is negative."""
         self.gathered_bytes = max(0, self.gathered_bytes + nbytes)  # some may be from before the recorder
         self.most_gathered_bytes = max(self.most_gathered_bytes, self.gathered_bytes)
 
     def pop_spans(self) -> list[TraceSlice]:
-        """Not kept any more: all spans that are over."""
+        """Return all spans that are over, and keep none any more."""
         self.traces = False
         self._open.clear()
         found, self.spans = self.spans, []
@@ -205,12 +205,12 @@ class Recorder:
 
 
 recorder: Recorder | None = None
-"""Of this process, while a run is observed."""
+"""The recorder of this process, while a run is observed."""
 
 
 @contextlib.contextmanager
 def waiting(label: str) -> Iterator[None]:
-    """A context in which the host waits for other ranks."""
+    """Note a wait of the host for other ranks, as a context."""
     observer = recorder
     if observer is None:
         yield

@@ -139,23 +139,23 @@ class Root:
         return self._depth > 0 or self.in_backward
 
     def unshard(self, unit: Unit) -> None:
-        """Collective over all ranks. Begin to gather the values of a unit, which stay until ``reshard``."""
+        """Begin to gather the parameters of a unit, which stay until ``reshard``. Collective over all ranks."""
         unit.is_kept = True
         if not self._is_in_iteration and not unit.unsharded_params.is_gathered:
             self._publish("unshard", unit)
         self.context.unshard(unit.unsharded_params)
 
     def await_unshard(self, unit: Unit) -> None:
-        """Have the modules of a unit hold the values that ``unshard`` gathers."""
+        """Have the modules of a unit hold what ``unshard`` gathers."""
         if unit.is_kept and not unit.unsharded_params.is_bound:
             self.context.await_unshard(unit.unsharded_params)
             unit.show()
 
     def reshard(self, units: Iterable[Unit], *, meet: bool = True) -> None:
-        """Free the values of units that are neither in a forward nor in a backward.
+        """Free the parameters of units that are neither in a forward nor in a backward.
 
-        Collective outside of a pass if modules have shown memory that ranks share: others may still read there what
-        the optimizer writes next.
+        Collective outside of an iteration if modules have shown memory that ranks share: others may still read there
+        what the optimizer writes next.
 
         Args:
             meet: False to wait for the others later, before an optimizer steps.
@@ -190,7 +190,7 @@ class Root:
     def forward(
         self, unit: Unit, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any
     ) -> Any:
-        """Collective over the ranks of the unit. Call a unit's module with gathered parameters.
+        """Call a unit's module with gathered parameters. Collective over the ranks of the unit.
 
         Args:
             module: it, or another function that computes with the parameters.
@@ -225,7 +225,7 @@ class Root:
         return outputs
 
     def _enter(self, unit: Unit) -> None:
-        """Collective for the outermost call. Begin a call of a unit."""
+        """Begin a call of a unit. Collective over all ranks for the outermost call."""
         if self._depth == 0:
             self._is_transformed = _compat.in_transform()
             self.recover()
@@ -235,7 +235,7 @@ class Root:
 
     @_compat.outside_of_modes
     def _leave(self, unit: Unit, *, broken: bool) -> None:
-        """Collective for the outermost call, unless `broken` by an exception. End a call of a unit."""
+        """End a call of a unit. Collective over all ranks for the outermost call, unless `broken` by an exception."""
         self._depth -= 1
         if self._depth or self.in_backward:
             return
@@ -259,7 +259,7 @@ class Root:
             self._meet("end of the forward", unit)
 
     def rest(self) -> None:
-        """Outside of a pass, reshard what a forward or the program has left unsharded. Collective as ``reshard``."""
+        """Reshard what a forward or the program has left unsharded, between iterations. Collective as ``reshard``."""
         if not self._is_in_iteration:
             self.reshard(self.units)
 
@@ -298,7 +298,7 @@ class Root:
         return [flat.versions for flat in self._changeable]
 
     def recover(self) -> None:
-        """Collective after an exception in a backward: bring all units back to rest. Otherwise do nothing."""
+        """Bring all units back to rest if there was an exception in a backward. Collective over all ranks."""
         if not self.in_backward or _compat.in_backward():
             return
         self.in_backward = False
@@ -337,7 +337,7 @@ class Root:
                 flat.adopt_user_data()
 
     def _publish(self, what: str, unit: Unit | None = None) -> None:
-        """Collective. From here on gathers read the shards as they are now."""
+        """Let gathers read the shards as they are now. Collective over all ranks."""
         for flat in self._shared:
             flat.publish()
         self._meet(what, unit)
@@ -347,7 +347,7 @@ class Root:
         self.context.shards_written = self._streams.record(Stream.COMPUTE) if copied or event is None else event
 
     def _meet(self, what: str, unit: Unit | None = None, *, flag: bool = False) -> list[Communicator]:
-        """Wait for all ranks. All raise unless they have done the same since the iteration began. Collective.
+        """Wait for all ranks. All raise unless they have done the same since the iteration began.
 
         Returns:
             The communicators in which a rank has set `flag`.
@@ -372,7 +372,7 @@ class Root:
         """Have modules hold what an optimizer may step, at the end of a forward or a backward.
 
         Args:
-            lends: but for parameters of units that expect a backward the program may compute with the values.
+            lends: but for parameters of units that expect a backward the program may compute with them.
         """
         for unit in self.units:
             if unit.unsharded_params.is_bound and not unit.is_kept:
@@ -388,7 +388,7 @@ class Root:
     # Backward
 
     def _pre_backward(self, unit: Unit, call: ForwardCall) -> None:
-        """Collective the first time in a backward of the unit. Gather its parameters; called by a hook on an output."""
+        """Gather a unit's parameters, called by a hook on an output. Collective the first time in a backward."""
         if unit.training_state is TrainingState.FORWARD:
             raise EngineError(
                 f"{unit.name}: backward ran through the unit while its forward was still running: call backward "
@@ -423,14 +423,14 @@ class Root:
         self.context.reductions.alloc()
 
     def _end_before(self, unit: Unit) -> None:
-        """Collective. End the backwards of units that are neither around this one nor inside."""
+        """End the backwards of units that are neither around this one nor inside. Collective over all ranks."""
         for each in self._begun:
             if unit not in each.inside and each not in unit.inside:
                 each.end_before_another()
         self._begun = [each for each in self._begun if not each.is_idle]
 
     def _run_unused_before(self, unit: Unit) -> None:
-        """Collective. Run the backward of units that are due before this one and got no gradient.
+        """Run the backward of units that are due before this one and got no gradient. Collective over all ranks.
 
         Other ranks may have gradients for them, and wait with these. A unit that holds this one begins its backward
         with it: both may return the same tensor, and the hook of the inner one runs first.
@@ -446,7 +446,7 @@ class Root:
 
     @torch.no_grad()
     def _finish_backward(self) -> None:
-        """Collective. Called by autograd at the end of a backward."""
+        """End a backward; called by autograd. Collective over all ranks."""
         streams = self._streams
         for unit in self.units:
             if unit.training_state is TrainingState.BACKWARD:

@@ -1,1 +1,1 @@
-"""Flat parameters: layout, memory, gathered values, gradients."""
+"""Flat parameters: layout, memory, gathered parameters, gradients."""

@@ -66,7 +66,7 @@ class DTensorSlot:
         dim: along which it is cut.
         rows: of a full chunk.
         offset: first element in a rank's shard.
-        start: first element in the whole values.
+        start: first element in the buffer `whole`.
         aliases: other names of the same (tied) parameter.
         block: None for a whole parameter.
     """

@@ -3,7 +3,7 @@
 The leaves are the original parameters, the same objects as before. While the flat parameter is unsharded their data
 views the buffer, so modules compute with the output of the all-gather without a copy. At rest it views
 
-- one NaN expanded to their shape: shape and dtype are right, values read by mistake are NaN, and writes raise or are
+- one NaN expanded to their shape: shape and dtype are right, what is read by mistake is NaN, and writes raise or are
   lost; or
 - with `use_orig_params` their own run of the shard, 1-D, which the optimizer steps.
 """

@@ -1,4 +1,4 @@
-"""Storage of a tensor, allocated and freed while the tensor stays; the buffers of gathered values."""
+"""Storage of a tensor, allocated and freed while the tensor stays; the buffers of gathered parameters."""
 
 from __future__ import annotations
 
@@ -95,18 +95,18 @@ def _resize(storage: torch.UntypedStorage, size_bytes: int) -> None:
 
 
 class Buffer:
-    """Gathered values. Here they stay in memory; ``Transient`` allocates and frees it.
+    """Gathered parameters. Here they stay in memory; ``Transient`` allocates and frees it.
 
     Attributes:
         full: 1-D, all shards; always the same tensor, but its memory may be freed.
-        stays: whether the memory stays, so that the values are valid between two barriers.
+        stays: whether the memory stays, so that they are valid between two barriers.
     """
 
     stays = True
     full: torch.Tensor
 
     def gather(self, shard: torch.Tensor, *, async_op: bool) -> Work | None:
-        """Collective. Gather all shards into `full`."""
+        """Gather all shards into `full`. Collective over the ranks of the shards."""
         del shard, async_op
 
     def free(self) -> None:
@@ -131,7 +131,7 @@ class Transient(Buffer):
         self._segment = segment(self.full, comm)
 
     def alloc(self) -> None:
-        """Not collective. Allocate the memory, unless it is there."""
+        """Allocate the memory, unless it is there."""
         with self._comm.gathering_memory():
             changed = alloc_storage(self.full, self.full.numel())
         if changed and timeline.recorder is not None:
@@ -154,7 +154,7 @@ class Transient(Buffer):
 
 
 class SharedBuffer(Buffer):
-    """Memory that all ranks share. Each rank writes its own segment; then the values are gathered.
+    """Gathered parameters in memory that all ranks share. Each rank writes its own segment; then they are gathered.
 
     No byte moves, and a node holds every value once. A segment may be written only while no rank computes with it, so
     the ranks meet in a barrier before its first and after its last use.
