@@ -50,10 +50,7 @@ _ADDS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
 
 
 class _SharedObject:
-    """An object that a pickle uses more than once:
-
-    `own` counts its objects that are used once, `parts` has the others.
-    """
+    """An object that a pickle uses again: `own` counts its objects that are used once, `parts` has the others."""
 
     def __init__(self) -> None:
         self.own, self.parts = 1, []

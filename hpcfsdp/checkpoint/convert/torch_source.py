@@ -98,7 +98,7 @@ def open_dcp(path: Path, *, optimizer: bool = True) -> Iterator[ImportSource]:
 
 
 def _stored(value: Any, place: str, budget: MemoryBudget, level: int = 0) -> Any:
-    """Dicts and lists with ``Stored`` for tensors. `room` bounds expanded tensors."""
+    """Dicts and lists with ``Stored`` for tensors. `budget` bounds expanded tensors."""
     if isinstance(value, torch.Tensor):
         return _stored_tensor(value, place, budget)
     if level > MOST_LEVELS:

@@ -299,9 +299,7 @@ class HDF5Writer(StorageWriter):
         return small
 
     def _kept_with(self, entries: Mapping[str, StateEntry], values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the file's `extra`: values of entries, by name, and those given to this object. Raise where they
-        clash.
-        """
+        """Return the file's `extra`: values of entries, and those given to this object. Raise where they clash."""
         found: dict[Any, Any] = {}
         for name, entry in entries.items():
             if entry.kind == names.EXTRA:

@@ -28,10 +28,7 @@ _KINDS = {errno.ENOENT: "missing", errno.EACCES: "permission", errno.EPERM: "per
 
 
 class MemoryBudget:
-    """The memory that a file may claim, in proportion to its size on the disk.
-
-    Holes let a small file claim any size.
-    """
+    """The memory that a file may claim, by its size on the disk: holes let a small file claim any size."""
 
     def __init__(self, nbytes: int) -> None:
         self._allocated = nbytes
@@ -192,9 +189,7 @@ def refuse_incomplete(fd: int, path: Path) -> None:
 
 
 def sized(present: int, whole: int | None = None) -> str:
-    """Return a number of bytes, and of how many: "20.0 of 39.3 MB"; in bytes where two different numbers would look
-    alike.
-    """
+    """Return bytes, and of how many, as text: "20.0 of 39.3 MB"; in bytes where two numbers would look alike."""
     number, unit = _scaled(whole or present)
     if whole is None:
         return f"{present / number:.1f} {unit}" if number > 1 else f"{present} bytes"

@@ -32,10 +32,7 @@ def new_token() -> str:
 
 
 def partial_path(path: Path, token: str) -> Path:
-    """Return the path that a save writes to before the file gets its name.
-
-    The token is unique to the save; ``latest`` ignores the file.
-    """
+    """Return the path that a save, with its unique token, writes to before the file gets its name."""
     return path.with_name(f".{path.name}.{token}.partial")
 
 
@@ -50,9 +47,7 @@ def abandoned_partials(path: Path, now_s: float) -> list[Path]:
 
 
 def was_abandoned(part: Path, now_s: float) -> bool:
-    """Return whether the process that made a file has ended on this system, or the last write is ``ABANDONED_AFTER_S``
-    ago.
-    """
+    """Return whether a file's process has ended on this system, or its last write is ``ABANDONED_AFTER_S`` ago."""
     made_by = _MADE_BY.search(part.name)
     if made_by is not None and made_by[1] == _system():
         runs = lock.runs(int(made_by[2], 16), str(int(made_by[3], 16)))

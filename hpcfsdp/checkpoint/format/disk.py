@@ -92,10 +92,7 @@ def open_to_write(path: Path) -> int:
 
 
 def open_to_read(path: Path) -> int:
-    """Return the descriptor of a regular file; see ``check_regular``.
-
-    Never blocks: opening a pipe would wait for its writer.
-    """
+    """Return the descriptor of a regular file; see ``check_regular``. Opening a pipe would wait for its writer."""
     check_regular(os.stat(path).st_mode)  # to open a device may do something
     fd = _call("open", path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

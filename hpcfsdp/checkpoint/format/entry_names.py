@@ -95,9 +95,7 @@ def place_entries(tensors: Mapping[str, Path], values: Mapping[str, Path]) -> di
 
 
 def _outer(paths: list[Path]) -> int:
-    """Return the number of keys around model and optimizer in all entries: 1 for ``{"app": {"model": ..., "optim":
-    ...}}``.
-    """
+    """Return the number of keys around model and optimizer: 1 for ``{"app": {"model": ..., "optim": ...}}``."""
     if not paths or min(map(len, paths)) < 2 or len({path[0] for path in paths}) > 1:
         return 0
     return int(paths[0][0] not in ("model", *_OPTIMIZER) and any(path[1] == "model" for path in paths))
@@ -135,9 +133,7 @@ def _value_entry(path: Path, inner: Path) -> StateEntry:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the entries that flattening makes of a value without tensors: it enters lists only where they contain
-    dicts.
-    """
+    """Yield what flattening makes of a value without tensors: it enters lists only where they contain dicts."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from leaves(item, (*path, str(key)))

@@ -137,9 +137,7 @@ def _check_places(
 
 
 def elements_in(rows: np.ndarray, itemsizes: np.ndarray, file: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return first bytes and ends of the ranges of file number `file` that are elements, ascending; see
-    ``byte_ranges``.
-    """
+    """Return first bytes and ends of a file's ranges of elements, ascending; `file` is its number in the table."""
     rows = rows[rows["file"] == file]
     tensors, sizes = rows["tensor"], itemsizes[rows["tensor"]]
     begins, counts = rows["byte_offset"].astype(np.int64), rows["count"].astype(np.int64)

@@ -239,7 +239,7 @@ def _mark_metrics(file: h5py.File, paths: Iterable[str]) -> None:
 def _create_groups(file: h5py.File, known: set[str], paths: Iterable[str]) -> None:
     """Make the parent groups of these paths, except `known` ones.
 
-    Group that HDF5 makes implicitly would record times.
+    Groups that HDF5 makes implicitly would record times.
     """
     layout = _group_layout()
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)

@@ -46,7 +46,7 @@ _GAP_BYTES = 1 << 20
 """Reading a gap of so many bytes between two runs costs about as much as beginning another read."""
 
 
-class _Row(NamedTuple):
+class _Extent(NamedTuple):
     """A row of the table of extents, see ``schema.EXTENT_DTYPE``. To read a field of a numpy row costs far more."""
 
     tensor: int
@@ -140,7 +140,7 @@ class BlockReader:
         found = [(self._overlapping(path, start, len(output)), start, output) for path, start, output in wanted]
         for (spec, rows), start, output in found:
             for row in rows:
-                self._read_row(spec, row, start, output)
+                self._read_extent(spec, row, start, output)
 
     def read_runs(self, path: str, starts: np.ndarray, output: np.ndarray) -> None:
         """As ``read_into``, for runs of one length from each of `starts` on, ascending. Close runs share a read."""
@@ -170,7 +170,7 @@ class BlockReader:
         """
         specs = list(self._index.tensors.values())
         parts = (places[begin : begin + _ROWS_AT_ONCE] for begin in range(0, len(places), _ROWS_AT_ONCE))
-        rows = (_Row._make(row) for part in parts for row in self._index.extents[part].tolist())
+        rows = (_Extent._make(row) for part in parts for row in self._index.extents[part].tolist())
         for group in _group_rows((specs[row.tensor], row) for row in rows):
             spec, row = group[0]
             if row.count > 1:
@@ -189,13 +189,11 @@ class BlockReader:
                 end += nbytes
 
     def place(self) -> Hashable:
-        """Return a value that is equal on two processes only if they share the file's pages in memory; see
-        ``Files.place``.
-        """
+        """Return a value that is equal on two processes only if they share the file's pages in memory."""
         with naming_damage(self.path):
             return disk.place(self._fd)
 
-    def _overlapping(self, path: str, start: int, numel: int) -> tuple[TensorSpec, list[_Row]]:
+    def _overlapping(self, path: str, start: int, numel: int) -> tuple[TensorSpec, list[_Extent]]:
         """Return a tensor, and the rows with some of these elements."""
         spec, end = self._index.resolve(path), start + numel
         if not 0 <= start <= end <= spec.numel:
@@ -206,7 +204,7 @@ class BlockReader:
         if len(rows) > _FEW_ROWS:
             rows = rows[: np.searchsorted(rows["start"], np.uint64(end))]
             rows = rows[rows["start"].astype(np.int64) + schema.row_spans(rows) > start]
-        return spec, [row for row in map(_Row._make, rows.tolist()) if row.start < end and row.end > start]
+        return spec, [row for row in map(_Extent._make, rows.tolist()) if row.start < end and row.end > start]
 
     def blocks(self, path: str) -> Iterator[np.ndarray]:
         """Yield all elements of a tensor in row-major order, in blocks."""
@@ -214,7 +212,7 @@ class BlockReader:
         for start in range(0, spec.numel, step := max(1, schema.BLOCK_BYTES // spec.itemsize)):
             yield self.read(path, start, min(step, spec.numel - start))
 
-    def _read_row(self, spec: TensorSpec, row: _Row, start: int, output: np.ndarray) -> None:
+    def _read_extent(self, spec: TensorSpec, row: _Extent, start: int, output: np.ndarray) -> None:
         """Copy the elements of a row that are within the output to it."""
         first, numel = row.start, row.numel
         end = start + len(output)
@@ -235,7 +233,7 @@ class BlockReader:
             if low < high:
                 output[low - start : high - start] = run[low - begin : high - begin]
 
-    def _whole(self, spec: TensorSpec, row: _Row) -> np.ndarray:
+    def _whole(self, spec: TensorSpec, row: _Extent) -> np.ndarray:
         """Return all elements of a row, count x numel, verified."""
         place = row.file, row.byte_offset
         if place not in self._rows:
@@ -248,7 +246,7 @@ class BlockReader:
             self._kept_bytes += runs.nbytes
         return self._rows[place]
 
-    def _runs(self, spec: TensorSpec, row: _Row) -> np.ndarray:
+    def _runs(self, spec: TensorSpec, row: _Extent) -> np.ndarray:
         """Read all elements of a row, count x numel."""
         numel, count, stride = row.numel, row.count, row.stride
         runs = np.empty((count, numel), schema.numpy_dtype(spec.dtype))
@@ -262,12 +260,12 @@ class BlockReader:
             some[:] = np.lib.stride_tricks.as_strided(span, some.shape, strides)
         return runs
 
-    def _fill_checked(self, spec: TensorSpec, row: _Row, target: np.ndarray) -> None:
+    def _fill_checked(self, spec: TensorSpec, row: _Extent, target: np.ndarray) -> None:
         """Read all elements of a row of a single run, and verify them while they are in the cache."""
         data = memoryview(target).cast("B")
         self._read_checked(spec, row, (data[i : i + _CHUNK_BYTES] for i in range(0, len(data), _CHUNK_BYTES)))
 
-    def _read_through(self, spec: TensorSpec, row: _Row) -> None:
+    def _read_through(self, spec: TensorSpec, row: _Extent) -> None:
         """The same, but keeps nothing."""
         nbytes = row.numel * spec.itemsize
         if len(self._scratch) < min(_CHUNK_BYTES, nbytes):
@@ -275,7 +273,7 @@ class BlockReader:
         data = memoryview(self._scratch)
         self._read_checked(spec, row, (data[: min(_CHUNK_BYTES, nbytes - i)] for i in range(0, nbytes, _CHUNK_BYTES)))
 
-    def _read_checked(self, spec: TensorSpec, row: _Row, chunks: Iterable[memoryview]) -> None:
+    def _read_checked(self, spec: TensorSpec, row: _Extent, chunks: Iterable[memoryview]) -> None:
         """Read a row of a single run into one chunk of memory after the other, and verify it."""
         found, offset = schema.Checksum(), row.byte_offset
         fd, read = self._descriptor(row), disk.read
@@ -289,7 +287,7 @@ class BlockReader:
             raise self._cannot_read(spec, error) from error
         self._compare(row, spec, found.value)
 
-    def _fill(self, spec: TensorSpec, row: _Row, target: np.ndarray, away: int = 0) -> None:
+    def _fill(self, spec: TensorSpec, row: _Extent, target: np.ndarray, away: int = 0) -> None:
         """Read a row's bytes, from `away` bytes behind its first element on."""
         fd = self._descriptor(row)
         try:
@@ -299,7 +297,7 @@ class BlockReader:
         if got < target.nbytes:
             raise self._too_short(spec)
 
-    def _descriptor(self, row: _Row) -> int:
+    def _descriptor(self, row: _Extent) -> int:
         """Of the file that has the row's bytes."""
         if not row.file:
             return self._fd
@@ -312,10 +310,10 @@ class BlockReader:
     def _too_short(self, spec: TensorSpec) -> CheckpointCorruptError:
         return CheckpointCorruptError(f"{self.path}: ends in the middle of {spec.path}")
 
-    def _check(self, spec: TensorSpec, row: _Row, data: np.ndarray) -> None:
+    def _check(self, spec: TensorSpec, row: _Extent, data: np.ndarray) -> None:
         self._compare(row, spec, schema.checksum(data))
 
-    def _compare(self, row: _Row, spec: TensorSpec, found: int) -> None:
+    def _compare(self, row: _Extent, spec: TensorSpec, found: int) -> None:
         if found != row.checksum:
             number = row.file
             of = f" of {self._index.parts[number - 1].name}" if number else ""
@@ -325,9 +323,9 @@ class BlockReader:
             )
 
 
-def _group_rows(rows: Iterable[tuple[TensorSpec, _Row]]) -> Iterator[list[tuple[TensorSpec, _Row]]]:
+def _group_rows(rows: Iterable[tuple[TensorSpec, _Extent]]) -> Iterator[list[tuple[TensorSpec, _Extent]]]:
     """Group rows that can be read at once: rows of a single run that are adjacent in a file."""
-    group: list[tuple[TensorSpec, _Row]] = []
+    group: list[tuple[TensorSpec, _Extent]] = []
     expected, nbytes = None, 0
     for spec, row in rows:
         size = row.numel * spec.itemsize
@@ -352,6 +350,6 @@ def _check_part(master: Path, part: PartFile, path: Path, fd: int) -> None:
         raise CheckpointCorruptError(f"{path}: damaged, or not the part that {master.name} was written with")
 
 
-def _describe(row: _Row) -> str:
+def _describe(row: _Extent) -> str:
     more = f", and {row.count - 1} more of as many every {row.stride}," if row.count > 1 else ""
     return f"elements {row.start} to {row.start + row.numel}{more}"

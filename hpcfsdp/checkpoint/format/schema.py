@@ -81,7 +81,7 @@ EXTENT_DTYPE = np.dtype(
         ("checksum", "<u8"),
     ]
 )
-"""A row of meta/extents: elements of a tensor under one checksum, the xxh3-64 of their bytes.
+"""A row of meta/extents: a hyperslab of a tensor, seen 1-D, under one checksum, the xxh3-64 of its bytes.
 
 The tensor is an index in meta/tensors, the file 0 for this one or else one more than an index in meta/files. From
 element `start` on there are `count` runs of `numel` elements; each begins `stride` elements after the one

@@ -231,9 +231,7 @@ def _draw_panel(axes: Axes, name: str, found: Mapping[str, Histogram]) -> None:
 
 
 def draw_norms(files: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Return a figure with a bar for each layer, the first one at the top; thinner ones, side by side, for several
-    files.
-    """
+    """Return a figure with a bar for each layer, the first at the top; thin ones, side by side, for several files."""
     names = list(dict.fromkeys(name for norms in files.values() for name in norms))
     figure = _figure(files, 8.0, max(4.5, 7.0 * min(len(names), 10 * _SCREEN) / _SCREEN))
     axes = figure.add_subplot()

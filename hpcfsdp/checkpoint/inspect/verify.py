@@ -27,10 +27,7 @@ _TRIES = 5
 
 @dataclass(frozen=True)
 class Damage:
-    """Damage in a file:
-
-    `where` is the path of a tensor, group or dataset, empty for the file itself; `what` describes it.
-    """
+    """Damage of a file: what it is, and where: the path of a tensor, group or dataset; empty for the file itself."""
 
     where: str
     what: str

@@ -407,9 +407,7 @@ def rows_needed(
 
 
 def select_share(index: CheckpointIndex, places: np.ndarray, number: int, count: int) -> np.ndarray:
-    """Return the rows that rank `number` of `count` verifies. `places` are equal on these ranks, in the order of the
-    file.
-    """
+    """Return the rows that rank `number` of `count` verifies. These ranks have equal `places`, in file order."""
     rows = index.extents[places]
     itemsizes = np.array([spec.itemsize for spec in index.tensors.values()], np.int64)
     nbytes = rows["numel"].astype(np.int64) * rows["count"].astype(np.int64) * itemsizes[rows["tensor"]]

@@ -250,9 +250,7 @@ with the number of tensors."""
 def _to_compare(
     comm: Communicator, given: SaveArguments, small: Mapping[str, np.ndarray | bytes], fingerprint: str
 ) -> tuple[_Compared, rng.States, _Leaves]:
-    """Return what ranks exchange to be compared, the states of random number generators, and all values by their
-    places.
-    """
+    """Return what ranks exchange to compare, the states of random number generators, and all values by place."""
     states, leaves = rng.capture(device_of(given.model)), _leaves(given, small) if comm.size > 1 else {}
     kinds = [(kind, str(value.dtype), value.shape) for kind, value in sorted(states.items())]
     digests = {part: None if found is None else digest_of(sorted(found.items())) for part, found in leaves.items()}
@@ -333,9 +331,7 @@ def _small_again(given: SaveArguments, known: KnownPlan) -> dict[str, np.ndarray
 
 
 def memory_of_blocks(plan: SavePlan, tensors: Sequence[StateTensor]) -> Callable[[int], torch.Tensor]:
-    """Return a function from a block's place in the plan to its memory on this rank: uint8, 1-D, on the tensor's
-    device.
-    """
+    """Return a function from a block's place in the plan to its memory here: uint8, 1-D, on the tensor's device."""
     flat: tuple[LocalPiece, torch.Tensor] | None = None
     of, starts, numels = (plan.blocks[name] for name in ("tensor", "start", "numel"))
 

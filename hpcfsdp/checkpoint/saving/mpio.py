@@ -180,9 +180,7 @@ def calls_by_tensor(plan: SavePlan) -> np.ndarray:
 
 
 def _mpi_of(ranks: Sequence[int]) -> Any:
-    """Return an MPI communicator of these ranks, in this order. Collective over them. Raise CheckpointError without
-    MPI.
-    """
+    """Return an MPI communicator of these ranks, in order. Collective over them. Raise CheckpointError without MPI."""
     if len(set(ranks)) < len(ranks):
         raise CheckpointError('writer="mpio" needs ranks that mpirun or srun has started; save with writer="posix"')
     world = load_mpi().COMM_WORLD

@@ -268,9 +268,7 @@ class CopyQueue:
         return not self._group and self._next is None
 
     def next_group(self, most: int) -> list[tuple[CopiedBlocks, torch.Tensor]]:
-        """Return the next pieces, of `most` bytes or one piece; the same ones until they are done, and none after the
-        last.
-        """
+        """Return the next pieces, of `most` bytes or one; the same until they are done, and none after the last."""
         if not self._group:
             nbytes = 0
             while self._next is not None and (not self._group or nbytes + self._next[1].numel() <= most):
@@ -322,7 +320,7 @@ class PendingSave:
         """Copy the tensors, and begin to write. Afterwards the tensors may be changed.
 
         Return without waiting if all ranks' bytes fit into their rings. Further bytes wait until earlier ones are
-        written. Staged tensors are gathered, copied and freed one after the other. Raise CheckpointError if it waited
+        written. Gather buffers are filled, copied and freed one after the other. Raise CheckpointError if it waited
         and the file cannot be made; the file is then removed.
         """
         comm, tensors = self._comm, collected.tensors

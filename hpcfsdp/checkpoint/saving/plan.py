@@ -28,7 +28,7 @@ _PARTS_AT_ONCE = 1 << 14
 BLOCK_DTYPE = np.dtype(
     [(name, schema.EXTENT_DTYPE[name]) for name in ("tensor", "rank", "count", "start", "numel", "stride")]
 )
-"""Elements of a tensor that one rank writes, under one checksum: as in ``schema.EXTENT_DTYPE``."""
+"""A hyperslab of a tensor that one rank writes, under one checksum: start, count, stride as in ``EXTENT_DTYPE``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,8 +216,8 @@ def plan_alone(
 def box_blocks(shape: Sequence[int], box: Box, itemsize: int, block_bytes: int = schema.BLOCK_BYTES) -> np.ndarray:
     """Return the blocks of a box, of ``BLOCK_DTYPE``, in the order of its elements; tensor and rank are 0.
 
-    Each is `count` times `numel` elements of the box, one after the other. A block has at most `block_bytes` bytes, and
-    so has the range of the file that its runs span.
+    Each is a hyperslab, `count` times `numel` elements of the box. It has at most `block_bytes` bytes, and so has the
+    range of the file that it spans.
     """
     if not box.numel:
         return np.empty(0, BLOCK_DTYPE)

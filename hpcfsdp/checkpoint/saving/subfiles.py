@@ -79,10 +79,7 @@ def _part(plan: SavePlan, node: int, places: np.ndarray) -> NodePart:
 
 
 def sources_of(plan: SavePlan, parts: Sequence[NodePart], names: Sequence[str]) -> dict[int, list[VirtualSource]]:
-    """Return which runs each part has of the tensors in parts, by their numbers in the plan.
-
-    Pure. `names` are the parts' files.
-    """
+    """Return which runs each part has of the tensors in parts, by number; `names` are the parts' files. Pure."""
     found: dict[int, list[VirtualSource]] = {}
     for part, name in zip(parts, names, strict=True):
         whole = plan.blocks[part.blocks]

@@ -181,7 +181,7 @@ class PosixWriter:
     def write(self, tensors: Sequence[StateTensor]) -> None:
         """Write this rank's blocks and sync them; `tensors` are in the plan's order.
 
-        Staged tensors are gathered, written and freed one after the other.
+        Gather buffers are filled, written and freed one after the other.
         """
         comm, temporary, plan = self._comm, self._temporary, self._content.plan
         own = plan.blocks_of(comm.rank)
@@ -243,14 +243,12 @@ def gather_sums(comm: Communicator, plan: SavePlan, sums: np.ndarray) -> list[by
 def places_by_buffer(
     plan: SavePlan, tensors: Sequence[StateTensor], own: np.ndarray
 ) -> dict[GatherBuffer | None, list[int]]:
-    """Return places in `own`, this rank's blocks of the plan, by the stage that must be gathered before they are
-    written.
-    """
+    """Return places in `own`, this rank's blocks, by the buffer that must be gathered before they are written."""
     return by_buffer(tensors[tensor] for tensor in plan.blocks["tensor"][own].tolist())
 
 
 def by_buffer(tensors: Iterable[StateTensor]) -> dict[GatherBuffer | None, list[int]]:
-    """Return places in a sequence of tensors, by the stage that must be gathered before they are written. Pure."""
+    """Return places in a sequence of tensors, by the buffer that must be gathered before they are written. Pure."""
     places: dict[GatherBuffer | None, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.buffer, []).append(place)
