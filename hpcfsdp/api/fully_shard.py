@@ -7,11 +7,11 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed.fsdp as stock
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffload,
     CPUOffloadPolicy,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -123,28 +123,29 @@ def shard_modules(
         meshes[other] = with_dtensors(resolve_mesh(None, other, _strategy(other)), container, elsewhere)
     mesh = with_dtensors(mesh, container, {*ignored.params, *apart})
     others = {param: meshes[other] for param, other in apart.items()}
-    device, offloads = mesh.dtensor_ranks.device, isinstance(offload_policy, CPUOffloadPolicy)
+
+    options = UnitOptions(
+        device=mesh.dtensor_ranks.device,
+        ignored=ignored,
+        mixed_precision=MixedPrecision(
+            param_dtype=mp_policy.param_dtype,
+            reduce_dtype=mp_policy.reduce_dtype,
+            cast_forward_inputs=mp_policy.cast_forward_inputs,
+            cast_root_forward_inputs=mp_policy.cast_forward_inputs,
+        ),
+        cpu_offload=CPUOffload(offload_params=isinstance(offload_policy, CPUOffloadPolicy)),
+        pin_memory=isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory,
+    )
     for each in modules:
-        move_buffers(each, device, ignored=ignored)
+        move_buffers(each, mesh.dtensor_ranks.device, ignored=ignored)
     with raise_together_over(mesh.subgroups()):
-        found = own_params(
-            modules[0] if len(modules) == 1 else modules, ignored=ignored, mesh=mesh, others=others, device=device
-        )
+        found = own_params(modules, options, mesh=mesh, others=others)
         entries = sorted(found.entries, key=lambda entry: entry.index)
         dims = [_dim(entry, chosen.get(entry.given)) for entry in entries]
-    home = torch.device("cpu") if offloads else device
     own = [
-        shard_param(entry, others.get(entry.given, mesh), dim, home, device)
+        shard_param(entry, others.get(entry.given, mesh), dim, options)
         for entry, dim in zip(entries, dims, strict=True)
     ]
-    mixed_precision = MixedPrecision(
-        param_dtype=mp_policy.param_dtype,
-        reduce_dtype=mp_policy.reduce_dtype,
-        cast_forward_inputs=mp_policy.cast_forward_inputs,
-        cast_root_forward_inputs=mp_policy.cast_forward_inputs,
-    )
-    pin_memory = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
-    options = UnitOptions(device=device, ignored=ignored, mixed_precision=mixed_precision, pin_memory=pin_memory)
     unit = DTensorUnit(" + ".join(type(each).__name__ for each in modules), modules, own, mesh=mesh, options=options)
     unit.uninitialised = [state for each in modules for state in tensors_on_meta(each)]
     unit.label_params()

@@ -173,9 +173,7 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
         in_full = precisions.find_full_precision(module, options.full_precision)
         self._fsdp_wrapped_module: Any = module  # which may be indexed, too
         with raise_together_over(mesh.subgroups()):
-            own = own_params(
-                module, ignored=ignored, full_precision=options.full_precision, mesh=mesh, device=options.device
-            )
+            own = own_params([module], options, mesh=mesh)
         if own.groups:
             warn_of_container(module)
         outside = dict.fromkeys(precisions.modules_outside(module))

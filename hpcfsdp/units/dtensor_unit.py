@@ -337,14 +337,19 @@ class _DTensorUnitHooks(UnitHooks):
 
 
 @torch.no_grad()
-def shard_param(entry: OwnParam, mesh: UnitMesh, dim: int, home: torch.device, device: torch.device) -> OwnDTensor:
+def shard_param(entry: OwnParam, mesh: UnitMesh, dim: int, options: UnitOptions) -> OwnDTensor:
     """Collective over the ranks of `mesh`, the first time. Replace a parameter by this rank's rows of it.
 
+    Rows of a parameter on the meta device stay there.
+
     Args:
+        entry: the parameter.
+        mesh: the ranks to shard it over.
         dim: along which to cut.
-        home: where the rows are to be; those of a parameter on the meta device stay there.
-        device: of the computation.
+        options: those of its future unit.
     """
+    device = options.device
+    home = torch.device("cpu") if options.cpu_offload.offload_params else device
     whole, shape = entry.param, tuple(entry.param.shape)
     rows = -(-shape[dim] // mesh.shard.size)
     begin = min(mesh.shard.rank * rows, shape[dim])

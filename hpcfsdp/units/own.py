@@ -18,7 +18,7 @@ from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError, ShardingError
 from hpcfsdp.params.layout import TensorBlock
 from hpcfsdp.reshard.sharded_tensors import blocks_of, is_sharded, local_block
-from hpcfsdp.units.options import NOTHING_IGNORED, Ignored
+from hpcfsdp.units.options import NOTHING_IGNORED, Ignored, UnitOptions
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 UNIT = "_hpcfsdp_unit"
@@ -32,6 +32,7 @@ class _HasNumel(Protocol):
 
 Entry = TypeVar("Entry", bound=_HasNumel)
 
+_DEFAULTS = UnitOptions()
 _UNIT_FQN = "_hpcfsdp_unit_fqn"
 _HIDDEN = "_hpcfsdp_hidden"
 _SHAPE = "_hpcfsdp_whole_shape"
@@ -255,28 +256,26 @@ def parts_of(entries: Sequence[Entry], most: int | None) -> Iterator[list[Entry]
 
 
 def own_params(
-    root: nn.Module | Sequence[nn.Module],
+    roots: Sequence[nn.Module],
+    options: UnitOptions = _DEFAULTS,
     *,
-    ignored: Ignored = NOTHING_IGNORED,
-    full_precision: tuple[type[nn.Module], ...] = (),
     mesh: UnitMesh | None = None,
     others: Mapping[nn.Parameter, UnitMesh] = MappingProxyType({}),
-    device: torch.device | None = None,
 ) -> OwnParams:
-    """Parameters and buffers below `root`, without those of units inside.
+    """Not collective. Return parameters and buffers below modules, without those of units inside.
 
     Args:
-        root: a module; or several, whose numbers then begin the names.
-        full_precision: types of modules with parameters that are not grouped with others.
+        roots: the modules; the numbers of several begin the names.
+        options: those of the unit. Parameters of modules that stay in full precision are not grouped with others.
         mesh: the ranks of the unit; needed for the blocks of DTensors.
         others: those of parameters that are sharded over other ranks.
-        device: to which the parameters will be moved; None to leave them.
 
     Raises:
         ShardingError: a DTensor has placements that are no blocks of it.
         ValueError: they are on several devices, or on one on which the ranks of the unit cannot communicate; or one is
             tied to a parameter of another unit.
     """
+    ignored, device = options.ignored, options.device
     found: dict[nn.Parameter, OwnParam] = {}
     is_apart: dict[nn.Parameter, bool] = {}
     buffers: dict[torch.Tensor, str] = {}
@@ -293,7 +292,7 @@ def own_params(
                     "that is already wrapped: wrap the smallest module that holds both instead"
                 )
             _check_kind(param, prefix + name, module)
-            is_apart[param] = is_apart.get(param, False) or isinstance(module, full_precision)
+            is_apart[param] = is_apart.get(param, False) or isinstance(module, options.full_precision)
             if param not in found:
                 found[param] = _own_param(param, prefix + name, len(found), others.get(param, mesh))
                 found[param].counted_fqn = counted + name
@@ -312,9 +311,9 @@ def own_params(
                 visit(child, f"{prefix}{name}.", f"{counted}{number if name.isdecimal() else name}.")
             number += child not in ignored.modules
 
-    roots = {"": root} if isinstance(root, nn.Module) else {f"{index}.": each for index, each in enumerate(root)}
-    for prefix, each in roots.items():
-        visit(each, prefix, prefix)
+    for index, root in enumerate(roots):
+        prefix = f"{index}." if len(roots) > 1 else ""
+        visit(root, prefix, prefix)
     devices = {entry.param.device: entry.fqn for entry in found.values()}
     if len(devices) > 1 and device is None:
         places = ", ".join(f"{fqn!r} on {device}" for device, fqn in devices.items())
@@ -324,7 +323,7 @@ def own_params(
     here = device or next(iter(devices), None)
     there = None if mesh is None else mesh.dtensor_ranks.device
     if here is not None and there is not None and here.type != there.type:
-        kinds = " + ".join(type(each).__name__ for each in roots.values())
+        kinds = " + ".join(type(each).__name__ for each in roots)
         raise ValueError(
             f"the parameters of {kinds} are on {here}, and its ranks communicate on {there.type}: pass "
             f"device_id={there.type!r}, or a process group or mesh for {here.type}"

@@ -3,7 +3,8 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from hpcfsdp.units.options import Ignored
+from hpcfsdp.fsdp import MixedPrecision
+from hpcfsdp.units.options import Ignored, UnitOptions
 from hpcfsdp.units.own import move_buffers, own_params
 from tests.unit.units.units import mark_as_unit
 
@@ -35,7 +36,7 @@ class Model(nn.Module):
 
 
 def test_parameters_are_grouped_by_dtype_and_requires_grad_in_order_of_the_model():
-    found = own_params(Model())
+    found = own_params([Model()])
     assert [[entry.fqn for entry in group] for group in found.groups] == [
         ["own", "first.weight", "first.bias", "second.bias"],
         ["frozen.weight", "frozen.bias"],
@@ -45,7 +46,7 @@ def test_parameters_are_grouped_by_dtype_and_requires_grad_in_order_of_the_model
 
 def test_a_tied_parameter_is_found_once_with_all_of_its_names_and_places():
     model = Model()
-    entry = own_params(model).groups[0][1]
+    entry = own_params([model]).groups[0][1]
     assert (entry.fqn, entry.aliases) == ("first.weight", ("second.weight",))
     assert {(id(module), name) for module, name in entry.places} == {
         (id(model.first), "weight"),
@@ -55,7 +56,7 @@ def test_a_tied_parameter_is_found_once_with_all_of_its_names_and_places():
 
 def test_a_module_registered_twice_has_its_parameters_under_both_names():
     shared = nn.Linear(2, 2)
-    group = own_params(nn.ModuleDict({"a": shared, "b": shared})).groups[0]
+    group = own_params([nn.ModuleDict({"a": shared, "b": shared})]).groups[0]
     assert [(entry.fqn, entry.aliases) for entry in group] == [("a.weight", ("b.weight",)), ("a.bias", ("b.bias",))]
     for entry in group:
         entry.deregister()
@@ -64,14 +65,14 @@ def test_a_module_registered_twice_has_its_parameters_under_both_names():
 
 def test_all_buffers_but_those_of_wrapped_units_are_found():
     model = Model()
-    found = own_params(model).buffers
+    found = own_params([model]).buffers
     assert [id(buffer) for buffer in found] == [id(model.kept), id(model.scratch)]
 
 
 def test_a_deregistered_parameter_stays_an_attribute_at_every_place():
     model = Model()
     weight = model.first.weight
-    for group in own_params(model).groups:
+    for group in own_params([model]).groups:
         for entry in group:
             entry.deregister()
     assert model.first.weight is weight
@@ -81,10 +82,10 @@ def test_a_deregistered_parameter_stays_an_attribute_at_every_place():
 
 def test_a_parameter_that_another_unit_has_taken_is_named():
     model = Model()
-    for entry in own_params(model.first).groups[0]:
+    for entry in own_params([model.first]).groups[0]:
         entry.label()
     with pytest.raises(ValueError) as caught:
-        own_params(nn.Sequential(model.second))
+        own_params([nn.Sequential(model.second)])
     assert str(caught.value) == (
         "parameter '0.weight' is tied to 'weight', which belongs to a unit that is already wrapped: wrap the smallest "
         "module that holds both instead"
@@ -93,7 +94,8 @@ def test_a_parameter_that_another_unit_has_taken_is_named():
 
 def test_parameters_of_modules_that_stay_in_full_precision_are_grouped_apart():
     model = nn.Sequential(nn.Linear(1, 1), nn.LayerNorm(1), nn.Linear(1, 1))
-    groups = own_params(model, full_precision=(nn.LayerNorm,)).groups
+    lowered = MixedPrecision(param_dtype=torch.bfloat16, _module_classes_to_ignore=[nn.LayerNorm])
+    groups = own_params([model], UnitOptions(mixed_precision=lowered)).groups
     assert [[entry.fqn for entry in group] for group in groups] == [
         ["0.weight", "0.bias", "2.weight", "2.bias"],
         ["1.weight", "1.bias"],
@@ -104,7 +106,7 @@ def test_a_parameter_is_hidden_and_shown_wherever_it_is_registered():
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     model[1].weight = model[0].weight
     weight = model[0].weight
-    found = own_params(model)
+    found = own_params([model])
     for _ in range(2):
         for entry in found.entries:
             entry.deregister()
@@ -119,7 +121,7 @@ def test_a_parameter_is_hidden_and_shown_wherever_it_is_registered():
 def test_parameters_on_several_devices_are_named_with_theirs():
     model = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1, device="meta")})
     with pytest.raises(ValueError) as caught:
-        own_params(model)
+        own_params([model])
     assert str(caught.value) == (
         "the parameters of one unit are on several devices ('a.bias' on cpu, 'b.bias' on meta): move them to one, or "
         "pass device_id"
@@ -150,15 +152,15 @@ def test_tensors_of_other_classes_are_refused_by_name_unless_they_are_ignored(wh
         model[0].codes = nn.Parameter(torch.ones(2).as_subclass(Codes), requires_grad=what == "parameter")
     found = type(model[0].codes)
     with pytest.raises(NotImplementedError, match=rf"'0\.codes' is a {found.__module__}\.{found.__name__}, a subclass"):
-        own_params(model)
+        own_params([model])
     kept = frozenset([model[0].codes])
-    own_params(model, ignored=Ignored(buffers=kept) if what == "buffer" else Ignored(params=kept))
+    own_params([model], UnitOptions(ignored=Ignored(buffers=kept) if what == "buffer" else Ignored(params=kept)))
 
 
 def test_parameters_that_only_have_a_name_of_their_own_are_sharded():
     model = nn.Linear(2, 2)
     model.weight = Named(torch.ones(2, 2))
-    assert [entry.fqn for entry in own_params(model).entries] == ["weight", "bias"]
+    assert [entry.fqn for entry in own_params([model]).entries] == ["weight", "bias"]
 
 
 class Wrapped(nn.Module):
