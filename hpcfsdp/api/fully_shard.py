@@ -123,7 +123,6 @@ def shard_modules(
         meshes[other] = with_dtensors(resolve_mesh(None, other, _strategy(other)), container, elsewhere)
     mesh = with_dtensors(mesh, container, {*ignored.params, *apart})
     others = {param: meshes[other] for param, other in apart.items()}
-
     options = UnitOptions(
         device=mesh.dtensor_ranks.device,
         ignored=ignored,

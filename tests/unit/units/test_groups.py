@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hpcfsdp.world
 from hpcfsdp import accelerator
-from hpcfsdp.comm import communicator_for, select
+from hpcfsdp.comm import communicator_for, torch_group
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import DisagreementError, LaunchError
 from hpcfsdp.launch.topology import Topology
@@ -52,7 +52,7 @@ def make_world(monkeypatch, fake_torch):
 def enter(world, monkeypatch):
     """Have it be the current world for the rest of the test."""
     monkeypatch.setattr(hpcfsdp.world, "_world", world)
-    monkeypatch.setattr(select, "_default", world.communicator)
+    monkeypatch.setattr(torch_group, "_default", world.communicator)
     return world
 
 
