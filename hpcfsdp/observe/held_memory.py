@@ -148,7 +148,8 @@ def flat_params(model: nn.Module) -> list[FlatParam]:
 
 
 def _shard_bytes(flat: ShardedParams) -> int:
-    return flat.layout.shard_numel * flat.layout.dtype.itemsize
+    nbytes: int = flat.layout.shard_numel * flat.layout.dtype.itemsize
+    return nbytes
 
 
 def _shared_bytes(flat: ShardedParams) -> int:

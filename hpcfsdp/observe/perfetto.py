@@ -115,9 +115,9 @@ class Trace:
 
     def _events(self, spans: Iterable[TraceSlice]) -> Iterator[dict[str, Any]]:
         def moment(mark: Any) -> int:
-            if not isinstance(mark, int):
-                mark = self._first_ns + int(self._first.elapsed_time(mark) * 1e6)
-            return mark - self._shift_ns
+            on_host = isinstance(mark, int)
+            host_ns: int = mark if on_host else self._first_ns + int(self._first.elapsed_time(mark) * 1e6)
+            return host_ns - self._shift_ns
 
         yield from events_of(
             ((span.track, span.name, moment(span.begin), moment(span.end)) for span in spans),
