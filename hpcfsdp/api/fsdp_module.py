@@ -111,15 +111,13 @@ class FSDPModule(stock.FSDPModule):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Have the forward free whole parameters if `reshard_after_forward`, and the backward gather them again."""
-        _check_bool("reshard_after_forward", reshard_after_forward)
-        for unit in self._units(recurse):
+        for unit in self._units(recurse, reshard_after_forward=reshard_after_forward):
             unit.reshard_choice = reshard_after_forward
             unit.choose_reshard()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Have the backward free whole parameters if `reshard_after_backward`; an optimizer's step does in any case."""
-        _check_bool("reshard_after_backward", reshard_after_backward)
-        for unit in self._units(recurse):
+        for unit in self._units(recurse, reshard_after_backward=reshard_after_backward):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -151,15 +149,13 @@ class FSDPModule(stock.FSDPModule):
 
         The next backward that reduces them reduces the sum. ``grad`` shows reduced gradients alone.
         """
-        _check_bool("requires_gradient_sync", requires_gradient_sync)
-        for unit in self._units(recurse):
+        for unit in self._units(recurse, requires_gradient_sync=requires_gradient_sync):
             unit.keeps_back = not requires_gradient_sync
             unit.reduce_options.over_replicas = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Have backwards reduce over replicas, too, if `requires_all_reduce`; otherwise add up sums over shards."""
-        _check_bool("requires_all_reduce", requires_all_reduce)
-        for unit in self._units(recurse):
+        for unit in self._units(recurse, requires_all_reduce=requires_all_reduce):
             unit.reduce_options.over_replicas = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -189,8 +185,7 @@ class FSDPModule(stock.FSDPModule):
 
         Otherwise they get none. A parameter that some ranks have used gets the average over all ranks in any case.
         """
-        _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        for unit in self._units(recurse):
+        for unit in self._units(recurse, reduce_scatter_unused_params=reduce_scatter_unused_params):
             unit.reduce_options.fills_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -256,8 +251,7 @@ class FSDPModule(stock.FSDPModule):
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce gradients by a communicator of their own on a device if `enable`, as is the default."""
-        _check_bool("enable", enable)
-        for unit in self._units(recurse):
+        for unit in self._units(recurse, enable=enable):
             changes, unit.separate_reductions = unit.separate_reductions is not enable, enable
             if changes:
                 unit.remake()
@@ -320,7 +314,10 @@ class FSDPModule(stock.FSDPModule):
         assert unit is not None
         return unit
 
-    def _units(self, recurse: bool) -> Sequence[DTensorUnit]:
+    def _units(self, recurse: bool, **switches: bool) -> Sequence[DTensorUnit]:
+        """The units that a method sets. Refuses switches that are no bool."""
+        for name, value in switches.items():
+            _check_bool(name, value)
         return dtensor_units_in(cast(nn.Module, self)) if recurse else [self._unit_here]
 
     def _refuse_several_meshes(self, what: str) -> None:
