@@ -22,7 +22,7 @@ class Scheduler(NamedTuple):
 
     Attributes:
         jobs: each may hold the number of the job; the first that is set counts.
-        index: the place of the job in an array, where `jobs` do not tell jobs of an array apart.
+        array_index: the place of the job in an array, where `jobs` do not tell jobs of an array apart.
         restarts: how often the job was requeued.
         end: when the job ends, in seconds since the epoch.
         size, rank: the number of processes that its launcher has started, and the rank of this one.
@@ -30,7 +30,7 @@ class Scheduler(NamedTuple):
 
     name: str
     jobs: tuple[str, ...]
-    index: str = ""
+    array_index: str = ""
     restarts: str = ""
     end: str = ""
     size: str = ""
@@ -47,7 +47,7 @@ SCHEDULERS = (
         rank="SLURM_PROCID",
     ),
     Scheduler("PBS", ("PBS_JOBID",)),  # the number of a job of an array has its index in it
-    Scheduler("LSF", ("LSB_JOBID",), index="LSB_JOBINDEX", size="JSM_NAMESPACE_SIZE", rank="JSM_NAMESPACE_RANK"),
+    Scheduler("LSF", ("LSB_JOBID",), array_index="LSB_JOBINDEX", size="JSM_NAMESPACE_SIZE", rank="JSM_NAMESPACE_RANK"),
     # A script of flux batch knows the enclosing job alone.
     Scheduler("Flux", ("FLUX_JOB_ID", "FLUX_ENCLOSING_ID"), size="FLUX_JOB_SIZE", rank="FLUX_TASK_RANK"),
     Scheduler("PALS", ("PALS_APID",), rank="PALS_RANKID"),  # the launcher of Cray systems, within PBS
@@ -264,7 +264,7 @@ def scheduler_jobs() -> list[SchedulerJob]:
     for scheduler in SCHEDULERS:
         number = next((os.environ[name] for name in scheduler.jobs if os.environ.get(name)), "")
         if number:
-            index, end = os.environ.get(scheduler.index, ""), os.environ.get(scheduler.end, "")
+            index, end = os.environ.get(scheduler.array_index, ""), os.environ.get(scheduler.end, "")
             number += f"[{index}]" if index not in ("", "0") else ""
             restarts = os.environ.get(scheduler.restarts, "0") if scheduler.restarts else ""
             end_s = float(end) if end.isdecimal() and int(end) else None
