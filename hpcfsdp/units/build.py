@@ -122,7 +122,12 @@ def _granularity_of(entry: OwnParam, granularity: Granularity | GranularityOf) -
 
 
 def join_tp_group(unit: FlatUnit, tensor_mesh: DeviceMesh, *, sync_module_states: bool) -> None:
-    """Collective over the unit's ranks and the tensor-parallel ranks. Add these to a unit without DTensors."""
+    """Collective over the ranks of the unit and of `tensor_mesh`. Add the latter to a unit without DTensors.
+
+    Args:
+        tensor_mesh: the tensor-parallel ranks.
+        sync_module_states: give them all the values of the first.
+    """
     mesh, sharded_params = unit.mesh.with_tensor(tensor_mesh), unit.sharded_params
     sharing = mesh.ranks("replicate", "shard")
     with raise_together_over(mesh.subgroups()):
@@ -196,7 +201,7 @@ def comm_for_reductions(mesh: UnitMesh, dtypes: Sequence[Dtypes]) -> Communicato
 
 
 def dtypes_for(mixed: MixedPrecision, kept: torch.dtype, full_precision: bool = False) -> Dtypes:
-    """Return the dtypes of parameters of one dtype in a unit."""
+    """Return the dtypes of parameters that have the dtype `kept`, in a unit, or in modules in full precision."""
     if full_precision:
         return Dtypes.plan(kept)
     return Dtypes.plan(

@@ -118,7 +118,11 @@ class _FlatUnitHooks(UnitHooks):
 
 
 def guard_modules(unit: FlatUnit, *, is_copy: bool = False) -> None:
-    """Not collective. Register the hooks in the modules of a unit's parameters; a copy has those before state dicts."""
+    """Not collective. Register the hooks in the modules of a unit's parameters.
+
+    Args:
+        is_copy: whether the modules are copies, which have the hooks before state dicts already.
+    """
     modules = {place: None for entry in unit.own.entries for place, _ in entry.places}
     if unit.own.entries:
         modules[unit.module] = None  # holds the flat parameters

@@ -63,6 +63,7 @@ def check_same_model(
     Where ranks ignore different modules and only the numbers of these modules' siblings differ in names, it warns.
 
     Args:
+        layouts: those of this rank's parameters.
         trained: whether the parameters of each layout require gradients.
         names: of the ranks of `comm`, for messages.
         counted_fqns: names of parameters as if ignored modules did not exist, see ``OwnParam``.
@@ -88,7 +89,7 @@ def check_same_model(
 
 
 def warn_of_values(difference: str, stacklevel: int) -> None:
-    """Warn that ranks have different initial values."""
+    """Warn that ranks have different initial values, as `difference` says; `stacklevel` is that of the caller."""
     warnings.warn(
         f"{difference}: each rank keeps the shard of its own values, or its own replica. Pass "
         "sync_module_states=True to start from rank 0's values, or build the model from one seed on all ranks "

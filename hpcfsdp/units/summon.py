@@ -115,7 +115,7 @@ def walk_full_params(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Collective over the process groups, at each step. Iterate over the units of a model, one whole at a time.
 
-    For models that are larger than the memory of one device. Arguments are those of ``unshard_params``.
+    It is for models that are larger than the memory of one device. Arguments are those of ``unshard_params``.
 
     Yields:
         The name of the unit's module within `module`, without those of wrappers, and the module.
