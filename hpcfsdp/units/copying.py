@@ -43,7 +43,7 @@ def _copy_attributes(unit: Any, made: Any, names: Iterable[str]) -> None:
 
 
 def copy_wrapper(unit: FlatUnit, memo: Memo) -> nn.Module:
-    """Collective over the ranks of the units in a wrapper. Copy the wrapper of `unit`, with shards and hooks of its own.
+    """Collective over the ranks of the units in a wrapper. Copy the wrapper of `unit`, with its shards and hooks.
 
     `memo` is that of ``copy.deepcopy``.
 
