@@ -117,7 +117,7 @@ class StateDictMethods(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Called by a module around this one that loads a state dict; see ``state.within``."""
+        """Called by a module around this one that loads a state dict; see ``state.load.LoadWithin``."""
         del strict  # always True here; the module around this one has the argument
         waiting = LoadWithin(self._unit, state_dict, prefix, local_metadata, missing_keys, unexpected_keys, error_msgs)
         self.__dict__["_load_within"] = waiting, _compat.loading_module(), missing_keys

@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -163,31 +163,25 @@ class WholeTensors(torch.optim.Optimizer):
             facts_of_groups = [(len(group["params"]), _hyper_digest(group)) for group in trial.param_groups]
         assert_same(self._ranks, digest((facts, facts_of_groups)).hex(), "WholeTensors: its groups, by a hash,")
         numbers = {param: number for number, param in enumerate(empty)}
-        by_comm: dict[Communicator | None, list[_SharedParam]] = {}
         cost = self._cost or _cost_of(trial)
-        mine = set()
+        mine, costs, shardings, owners = set(), dict[int, float](), dict[int, Sharding](), dict[int, int]()
+        shared: dict[Communicator | None, tuple[Communicator, list[int]]] = {}  # a rank by itself is one communicator
         for group in trial.param_groups:
             for number in (numbers[param] for param in group["params"]):
                 each = found[number]
                 if each.share is None:
                     mine.add(number)
                     continue
-                flops = float(cost(each.shape, group))
-                comm, sharding = each.share(self._divides(each, flops))
-                by_comm.setdefault(comm if comm.size > 1 else None, []).append(
-                    _SharedParam(number, comm, sharding, flops)
-                )
-        owners: dict[int, int] = {}
-        for shared in by_comm.values():
-            comm = shared[0].comm
-            costs = digest([each.flops for each in shared]).hex()
-            assert_same(comm, costs, "WholeTensors: the cost of its parameters, by a hash,")
-            move_cost = max(_move_cost(found[each.number].param) for each in shared)
-            chosen = choose_owners(
-                [each.sharding for each in shared], [each.flops for each in shared], comm.size, move_cost
-            )
-            owners.update(zip((each.number for each in shared), chosen, strict=True))
-            mine.update(each.number for each in shared if owners[each.number] == comm.rank)
+                costs[number] = float(cost(each.shape, group))
+                comm, shardings[number] = each.share(self._divides(each, costs[number]))
+                shared.setdefault(comm if comm.size > 1 else None, (comm, []))[1].append(number)
+        for comm, alike in shared.values():
+            flops = [costs[number] for number in alike]
+            assert_same(comm, digest(flops).hex(), "WholeTensors: the cost of its parameters, by a hash,")
+            move_cost = max(_move_cost(found[number].param) for number in alike)
+            chosen = choose_owners([shardings[number] for number in alike], flops, comm.size, move_cost)
+            owners.update(zip(alike, chosen, strict=True))
+            mine.update(number for number in alike if owners[number] == comm.rank)
         whole = [
             _whole_param(each, local_part(each.param).device) if number in mine else empty[number]
             for number, each in enumerate(found)
@@ -196,13 +190,13 @@ class WholeTensors(torch.optim.Optimizer):
             _with_params(groups, whole),
             [
                 OwnedParams(
-                    shared[0].comm,
-                    [found[each.number] for each in shared],
-                    [each.sharding for each in shared],
-                    [whole[each.number] for each in shared],
-                    [owners[each.number] for each in shared],
+                    comm,
+                    [found[number] for number in alike],
+                    [shardings[number] for number in alike],
+                    [whole[number] for number in alike],
+                    [owners[number] for number in alike],
                 )
-                for shared in by_comm.values()
+                for comm, alike in shared.values()
             ],
             [(each, param) for each, param in zip(found, whole, strict=True) if each.share is None],
             {param: each.param for each, param in zip(found, whole, strict=True)},
@@ -443,15 +437,6 @@ class WholeTensors(torch.optim.Optimizer):
         for key, name in (*_marked(given["state"]), *given.get("whole_state", ())):
             if key in param_of and name in self.state[param_of[key]]:
                 mark_whole_state(self.state[param_of[key]][name])
-
-
-class _SharedParam(NamedTuple):
-    """A parameter by its number, that the ranks of `comm` share."""
-
-    number: int
-    comm: Communicator
-    sharding: Sharding
-    flops: float
 
 
 @dataclass

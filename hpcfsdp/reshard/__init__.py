@@ -1,1 +1,1 @@
-"""Runs, boxes and moves: tensors brought from one distribution over ranks to another."""
+"""Boxes, runs and placements of tensors, and tensors redistributed from one sharding to another."""

@@ -66,7 +66,7 @@ def chunk_tensor(
 
     Raises:
         ShardingError: the rank and the size are not those of the group, a ``ShardedTensor`` has not one shard here,
-            the tensor has no dimension to be cut along, or a ``DTensor`` no block on each rank.
+            the tensor has no dimension to be sharded along, or a ``DTensor`` no block on each rank.
     """
     if (dist.get_rank(pg), dist.get_world_size(pg)) != (rank, world_size):
         raise ShardingError(
@@ -115,7 +115,7 @@ def chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> D
     """Chunk a tensor's rows over the last dimension of a mesh, and keep its placements along those of tensor
     parallelism.
 
-    Collective over the root of the mesh where the rows are cut along both; else without a message.
+    Collective over the root of the mesh where the rows are sharded along both; else without a message.
 
     Args:
         tensor: whole on each rank of `device_mesh`, or a ``DTensor`` on other dimensions of the same root mesh.
@@ -128,9 +128,9 @@ def chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> D
 
     Raises:
         ShardingError: the mesh is not some dimensions of a larger one, the ``DTensor`` is on another mesh or on the
-            same dimensions, the rank is another one, or the tensor has no dimension to be cut along.
+            same dimensions, the rank is another one, or the tensor has no dimension to be sharded along.
     """
-    root, cut = _root_and_last(device_mesh)
+    root, last = _root_and_last(device_mesh)
     place = device_mesh.get_local_rank(device_mesh.ndim - 1)
     if rank != place:
         raise ShardingError(f"rank {rank} was given, and this rank is {place} in the last dimension of {device_mesh}")
@@ -142,7 +142,7 @@ def chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> D
             placements[dim] = placement
     local, shape, stride = _compat.local_of(tensor).detach(), tensor.shape, tensor.stride()
     found = as_dtensor(local, Placed(root, tuple(placements), shape, stride))
-    found = found.redistribute(root, [ShardAlong(0) if dim == cut else p for dim, p in enumerate(placements)])
+    found = found.redistribute(root, [ShardAlong(0) if dim == last else p for dim, p in enumerate(placements)])
     chunk = _compat.wait_tensor(_compat.local_of(found))
     if chunk.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
         chunk = chunk.clone()
@@ -163,13 +163,13 @@ def _root_and_last(mesh: DeviceMesh | None) -> tuple[DeviceMesh, int]:
 
 def _on_other_dims(tensor: DTensor, root: DeviceMesh, mesh: DeviceMesh) -> list[tuple[int, Any]]:
     """Return the placements of a ``DTensor``, with the dimensions of the root mesh that they are for."""
-    own_mesh, cut = tensor.device_mesh, mesh.mesh_dim_names
+    own_mesh, chunked = tensor.device_mesh, mesh.mesh_dim_names
     names = own_mesh.mesh_dim_names or ("",)
-    others = [name for name in root.mesh_dim_names if name not in cut]
+    others = [name for name in root.mesh_dim_names if name not in chunked]
     # Torch's operators return tensors on any mesh that is equal, which may be a part of another root.
     if not set(names) <= set(others) or root[names] != own_mesh:
         raise ShardingError(
-            f"the DTensor is on {own_mesh}: to be chunked along {cut}, it must be on {others} of {root}"
+            f"the DTensor is on {own_mesh}: to be chunked along {chunked}, it must be on {others} of {root}"
         )
     return list(zip(map(root.mesh_dim_names.index, names), tensor.placements, strict=True))
 
@@ -268,8 +268,8 @@ def get_box(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
     ``get_box_for``.
     """
     first = get_box_for(tensor, 0)[1]
-    cut = {placement.dim % tensor.ndim for placement in tensor.placements if placement.is_shard()}
-    return torch.Size([size if dim in cut else 0 for dim, size in enumerate(first)]), get_local_box(tensor)[1]
+    sharded = {placement.dim % tensor.ndim for placement in tensor.placements if placement.is_shard()}
+    return torch.Size([size if dim in sharded else 0 for dim, size in enumerate(first)]), get_local_box(tensor)[1]
 
 
 def get_box_for(tensor: DTensor, idx: int) -> tuple[torch.Size, torch.Size]:

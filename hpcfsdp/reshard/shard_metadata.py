@@ -262,7 +262,7 @@ def recalc_global_sharded_tensor_metadata(
     In place, and not collective. Shards of one rank follow each other as they are listed; the list keeps its order.
 
     Args:
-        sharded_dim: the dimension that the tensor is cut along; negative ones count from the last.
+        sharded_dim: the dimension that the tensor is sharded along; negative ones count from the last.
 
     Raises:
         ShardingError: there are no shards, or not this dimension; a shard has no rank, or a negative size;

@@ -283,7 +283,7 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray:
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> int:
     """Not collective. Return a checksum of a tensor's bits, 0 for one without plain memory."""
-    if isinstance(tensor, DTensor) and not is_sharded(tensor):  # if it is cut, ranks may hold different blocks
+    if isinstance(tensor, DTensor) and not is_sharded(tensor):  # if it is sharded, ranks hold different blocks
         tensor = tensor.to_local()
     plain = type(tensor) in (torch.Tensor, nn.Parameter)
     if not plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:

@@ -84,18 +84,18 @@ def first_fault(extents: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> Ti
     held = (ends > begins).all(axis=1)
     if not (extents > 0).all():
         return None
-    # A dimension that nothing is cut along has no corners of its own.
-    cut = np.flatnonzero((begins[held] != 0).any(axis=0) | (ends[held] != extents).any(axis=0))
-    lows = np.concatenate([begins[held][:, cut], np.zeros((1, len(cut)), dtype=np.int64)])
-    highs = np.concatenate([ends[held][:, cut], extents[None, cut]])
+    # A dimension that is whole in all blocks has no corners of its own.
+    dims = np.flatnonzero((begins[held] != 0).any(axis=0) | (ends[held] != extents).any(axis=0))
+    lows = np.concatenate([begins[held][:, dims], np.zeros((1, len(dims)), dtype=np.int64)])
+    highs = np.concatenate([ends[held][:, dims], extents[None, dims]])
     signs = np.concatenate([np.ones(held.sum(), dtype=np.int64), [-1]])
-    sides = list(itertools.product((False, True), repeat=len(cut)))
+    sides = list(itertools.product((False, True), repeat=len(dims)))
     corners = np.concatenate([np.where(np.array(side, dtype=bool), highs, lows) for side in sides])
     uneven = uneven_corners(corners, np.concatenate([signs * (-1) ** sum(side) for side in sides]))
     if not len(uneven):
         return None
     element = np.zeros(len(extents), dtype=np.int64)
-    element[cut] = uneven[0]
+    element[dims] = uneven[0]
     holding = np.flatnonzero(((begins <= element) & (element < ends)).all(axis=1))
     return TilingFault(tuple(element.tolist()), tuple(holding[:2].tolist()))
 
@@ -264,9 +264,9 @@ def _first_bad(slabs: _Slabs, of: np.ndarray, lengths: np.ndarray, lows: np.ndar
     if len(lengths) == 1:
         raise TilingError(int(np.searchsorted(bases, lows[0], side="right")) - 1)
     half = len(lengths) // 2
-    cut = int(np.searchsorted(of, half))
-    first = _first_bad(slabs.pick(slice(cut)), of[:cut], lengths[:half], lows[:half], bases)
-    rest = slabs.pick(slice(cut, None)), of[cut:] - half, lengths[half:], lows[half:], bases
+    middle = int(np.searchsorted(of, half))
+    first = _first_bad(slabs.pick(slice(middle)), of[:middle], lengths[:half], lows[:half], bases)
+    rest = slabs.pick(slice(middle, None)), of[middle:] - half, lengths[half:], lows[half:], bases
     return first or _first_bad(*rest)
 
 

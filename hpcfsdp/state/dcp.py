@@ -51,38 +51,35 @@ def _or_torchs(function: Function) -> Function:
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if units_in(model):
             return function(model, *args, **kwargs)
-        return _of_torch(function.__name__, inspect.signature(function).bind(model, *args, **kwargs).arguments)
+        given = inspect.signature(function).bind(model, *args, **kwargs).arguments
+        with _optimizers_ready(given) if "optimizers" in given else contextlib.nullcontext():
+            return getattr(stock, function.__name__)(**given)
 
     return call  # type: ignore[return-value]
 
 
-def _of_torch(name: str, given: dict[str, Any]) -> Any:
-    """Call torch's function `name`. Optimizers begin with their first state, and groups are those of the state dict."""
+@contextlib.contextmanager
+def _optimizers_ready(given: dict[str, Any]) -> Iterator[None]:
+    """Return a context for torch's function: optimizers have their first state, and groups are those of a state dict.
+
+    Args:
+        given: its arguments, which are changed to what it takes.
+    """
     model, options = given["model"], given.get("options") or StateDictOptions()
-    if "optimizers" in given:
-        given["optimizers"] = _listed(given["optimizers"])
-    if name == "set_state_dict":
-        weights = given.pop("model_state_dict")
-        if given["optimizers"]:
-            _of_torch("set_optimizer_state_dict", dict(given))
-        has_weights = bool(weights)
-        if options.broadcast_from_rank0:  # torch's own function looks at what each rank has
-            has_weights = communicator_for(None, required=True).broadcast_object(has_weights)
-        found = IncompatibleKeys([], [])
-        return stock.set_model_state_dict(model, weights, options=options) if has_weights else found
+    given["optimizers"] = optimizers = _listed(given["optimizers"])
     with contextlib.ExitStack() as stack:
         is_stateless = "optim_state_dict" in given and not stack.enter_context(_groups_as_given(given, options))
-        for optimizer in given.get("optimizers", ()):
+        for optimizer in optimizers:
             stack.enter_context(initial_state(model, optimizer))
             params = [param for group in optimizer.param_groups for param in group["params"]]
             if params and not optimizer.state and all(param.grad is None for param in params):
                 params[0].grad = torch.zeros_like(params[0])  # without one torch's function would step the optimizer
                 stack.callback(setattr, params[0], "grad", None)
-        if is_stateless and not any(optimizer.state for optimizer in given["optimizers"]):
+        if is_stateless and not any(optimizer.state for optimizer in optimizers):
             # Torch's function would look for a tensor of the state, to know the device.
             given["options"] = dataclasses.replace(options, full_state_dict=False, broadcast_from_rank0=False)
-            given["optim_state_dict"] = _named(model, given["optimizers"])
-        return getattr(stock, name)(**given)
+            given["optim_state_dict"] = _named(model, optimizers)
+        yield
 
 
 @contextlib.contextmanager
@@ -272,7 +269,6 @@ def _to_load(
 
 
 @public_call("set_state_dict")
-@_or_torchs
 def set_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -282,7 +278,16 @@ def set_state_dict(
     options: StateDictOptions | None = None,
 ) -> Any:
     """Collective over all ranks of the model. Load the state dicts of a model and of its optimizers, or neither."""
-    loaded = _to_load(model, _listed(optimizers), optim_state_dict, _checked(options))
+    optimizers = _listed(optimizers)
+    if not units_in(model):
+        if optimizers:
+            set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+        has_weights = bool(model_state_dict)
+        if options is not None and options.broadcast_from_rank0:  # torch's own function looks at what each rank has
+            has_weights = communicator_for(None, required=True).broadcast_object(has_weights)
+        found = IncompatibleKeys([], [])
+        return set_model_state_dict(model, model_state_dict, options=options) if has_weights else found
+    loaded = _to_load(model, optimizers, optim_state_dict, _checked(options))
     found = set_model_state_dict(model, model_state_dict, options=options)
     for optimizer, one in loaded:
         optimizer.load_state_dict(one)

@@ -269,11 +269,11 @@ def _copied(state: Any) -> Any:
 
 
 def _fill(mesh: UnitMesh, flat: FlatParam, layout: FlatLayout, values: list[Any]) -> None:
-    """Collective over the ranks of `mesh`. Copy values into the shard, cut as `layout` says."""
+    """Collective over the ranks of `mesh`. Copy values into the shard, as `layout` divides it."""
     shard = flat.parameter.data
-    moves = any(isinstance(value, (ShardedTensor, DTensor, Rank0Tensor)) for value in values)
+    are_sent = any(isinstance(value, (ShardedTensor, DTensor, Rank0Tensor)) for value in values)
     # Nothing may be received in memory that ranks share.
-    target = shard.clone() if moves and flat.shares_gathered else shard
+    target = shard.clone() if are_sent and flat.shares_gathered else shard
     scatter(mesh, LocalShards.of_shard(layout, target), values)
     if target is not shard:
         shard.copy_(target)

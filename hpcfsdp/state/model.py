@@ -74,7 +74,7 @@ class DTensorRanks:
     def state_tensor(self, name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) -> StateTensor:
         """Not collective. Return a parameter, buffer or state of the model that no flat parameter holds, for a file.
 
-        Rows are written by the ranks that have them. Other cuts are made whole.
+        Rows are written by the ranks that have them. What is sharded otherwise is made whole.
         """
         found = None if self._has_units or not is_sharded(tensor) else self._rows_of(tensor)
         if found is None:

@@ -98,14 +98,14 @@ class LocalShards:
             with_aliases: whether the slots' aliases are names, too.
             are_read_by_others: the ranks of a node share the memory.
         """
-        staging = RangeBuffer(self, mesh, are_read_by_others=are_read_by_others)
+        buffer = RangeBuffer(self, mesh, are_read_by_others=are_read_by_others)
         pieces = self.pieces(min(mesh.shard.rank, self.layout.num_shards - 1))
         found = []
         for index in self.present:
             slot, tensor = self.layout.slots[index], self.tensors[index]
             aliases = slot.aliases if with_aliases else ()
             if slot.is_cut:
-                found.append(staging.add(index, names[index], aliases))
+                found.append(buffer.add(index, names[index], aliases))
                 continue
             first, edges = self.layout.of_tensor_rank(0).param_edges(slot.fqn)
             runs = Runs(edges, mesh.copies[first : first + len(edges) - 1])
@@ -115,7 +115,7 @@ class LocalShards:
 
 
 class RangeBuffer(GatherBuffer):
-    """Parameters that tensor-parallel ranks cut, in ranges of the whole, as a file stores them.
+    """Parameters that tensor-parallel ranks divide, in ranges of the whole, as a file stores them.
 
     Attributes:
         memory: by slot, this rank's range, 1-D.

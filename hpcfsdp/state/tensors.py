@@ -99,7 +99,7 @@ class GatherBuffer(abc.ABC):
 
 
 class FullTensorBuffer(GatherBuffer):
-    """A ``DTensor`` that is cut, whole on each rank in `memory`."""
+    """A sharded ``DTensor``, whole on each rank in `memory`."""
 
     def __init__(self, tensor: DTensor) -> None:
         self._tensor = tensor
@@ -142,7 +142,7 @@ class StateTensor:
             as buffers, rank 0's counts.
         pieces: this rank's memory.
         aliases: other names of the same tensor.
-        buffer: the staging memory that `pieces` are a part of, None if they are the tensor's own: it is gathered before
+        buffer: the buffer that `pieces` are a part of, None if they are the tensor's own: it is gathered before
             they are written, and scattered after they have been read.
     """
 

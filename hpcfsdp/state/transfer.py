@@ -120,7 +120,7 @@ def _gather_everywhere(
 
 
 def _join_blocks(comm: Communicator, parts: LocalShards, index: int, local: torch.Tensor) -> torch.Tensor:
-    """Collective over the tensor-parallel ranks. Return the whole of a slot that they may have cut into blocks."""
+    """Collective over the tensor-parallel ranks. Return the whole of a slot that they may have divided into blocks."""
     slot, block = parts.layout.slots[index], parts.layout.slots[index].block
     if not slot.is_cut:
         return local
@@ -169,11 +169,11 @@ def _gather_chunks(
         box = chunk_box(shape, mesh.shard.size, rank) if shape else Box((), ())
         return () if box is None else (box,)
 
-    uncut, cut = ([index for index in present if slots[index].is_cut is is_cut] for is_cut in (False, True))
-    local = _gather_boxes(parts.over(mesh, "shard"), parts, uncut, chunk, dtype, target)
-    if cut:
+    whole, divided = ([i for i in present if slots[i].is_cut is is_cut] for is_cut in (False, True))
+    local = _gather_boxes(parts.over(mesh, "shard"), parts, whole, chunk, dtype, target)
+    if divided:
         local |= _gather_boxes(
-            parts.over(mesh, "shard", "tensor"), parts, cut, _chunks_of_blocks(mesh, parts, cut), dtype, target
+            parts.over(mesh, "shard", "tensor"), parts, divided, _chunks_of_blocks(mesh, parts, divided), dtype, target
         )
     found: dict[int, Any] = {}
     for index in present:
@@ -189,10 +189,10 @@ def _gather_chunks(
     return found
 
 
-def _chunks_of_blocks(mesh: UnitMesh, parts: LocalShards, cut: Collection[int]) -> BoxesOf:
-    """Collective over the ranks of the unit, the first time. Return the chunks of parameters that are cut twice."""
+def _chunks_of_blocks(mesh: UnitMesh, parts: LocalShards, divided: Collection[int]) -> BoxesOf:
+    """Collective over the ranks of the unit, the first time. Return the chunks of parameters that are sharded twice."""
     ranks, tables = mesh.ranks("shard", "tensor"), {}
-    for index in cut:
+    for index in divided:
         slot = parts.layout.slots[index]
         device_mesh, placements = mesh.placed(slot.block)
         tables[index] = mesh_blocks(slot.whole_shape, device_mesh.mesh, placements)
