@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,10 +55,6 @@ class WholeParam:
         return math.prod(self.shape)
 
 
-Known = dict[tuple[Any, ...], Any]
-"""Shardings, and ranks by dimension, that parameters have in common: with many ranks each takes time and memory."""
-
-
 def whole_params(model: nn.Module, *, joins_blocks: bool) -> dict[nn.Parameter, WholeParam]:
     """Collective over all ranks of the model, the first time. Return its parameters by what an optimizer steps.
 
@@ -69,16 +64,20 @@ def whole_params(model: nn.Module, *, joins_blocks: bool) -> dict[nn.Parameter, 
         joins_blocks: whether the blocks of tensor-parallel ranks are joined, or each is a tensor of its own.
     """
     units_of(model)  # which get the ranks of others
-    known: Known = {}
-    found = {whole.param: whole for whole in _of_sharded_params(model, joins_blocks, known)}
+    shares = _Shares(joins_blocks)
+    found: dict[nn.Parameter, WholeParam] = {}
+    for flat_unit, flat, layout in named_flat_params(model):
+        if flat.use_orig_params:
+            for index, leaf in enumerate(flat.leaves):
+                found[leaf] = shares.flat(leaf, flat_unit.mesh, layout, index)
     names = {param: clean_fqn(name) for name, param in model.named_parameters()}
     for unit in dtensor_units_in(model):
         for each in unit.own:
             param = each.param.sharded
-            found[param] = _of_dtensor(each, names.get(param, f"{unit.name}.{each.fqn}"), joins_blocks, known)
+            found[param] = shares.dtensor(each, names.get(param, f"{unit.name}.{each.fqn}"))
     for param, name in names.items():
         if param not in found:
-            found[param] = _of_plain(param, name, joins_blocks, known)
+            found[param] = shares.plain(param, name)
     return found
 
 
@@ -86,100 +85,92 @@ def _num_replicas(mesh: UnitMesh) -> int:
     return 1 if mesh.data is None else mesh.size("replicate")
 
 
-def _dims(mesh: UnitMesh, *, divides: bool, joins_blocks: bool) -> tuple[Dim, ...]:
-    dims: tuple[Dim, ...] = ("shard", "replicate") if divides and _num_replicas(mesh) > 1 else ("shard",)
-    return (*dims, "tensor") if joins_blocks and mesh.tensor is not None else dims
+class _Shares:
+    """How ranks share the parameters of a model.
 
+    Shardings, and ranks by dimension, are kept for all parameters that have them in common: with many ranks each takes
+    time and memory.
+    """
 
-def _comm(mesh: UnitMesh, dims: tuple[Dim, ...]) -> Communicator:
-    comm = mesh.comm(*dims)
-    assert isinstance(comm, Communicator)
-    return comm
+    def __init__(self, joins_blocks: bool) -> None:
+        self._joins_blocks = joins_blocks
+        self._known: dict[tuple[Any, ...], Any] = {}
 
+    def flat(self, leaf: nn.Parameter, mesh: UnitMesh, layout: FlatLayout, index: int) -> WholeParam:
+        """Describe a parameter of a flat one."""
+        slot, joins = layout.slots[index], self._joins_blocks
 
-def _of_sharded_params(model: nn.Module, joins_blocks: bool, known: Known) -> Iterator[WholeParam]:
-    for unit, flat, layout in named_flat_params(model):
-        if not flat.use_orig_params:
-            continue
-        for index, (leaf, slot) in enumerate(zip(flat.leaves, layout.slots, strict=True)):
-            yield WholeParam(
-                slot.fqn,
-                leaf,
-                slot.whole_shape if joins_blocks else slot.shape,
-                functools.partial(_share_of_flat, unit.mesh, layout, index, joins_blocks, known),
-                _num_replicas(unit.mesh),
-                slot.is_cut and not joins_blocks,
+        def share(divides: bool) -> tuple[Communicator, Sharding]:
+            dims, comm = self._among(mesh, divides)
+            if (mesh, dims) not in self._known:
+                self._known[mesh, dims] = RanksByDim.of(mesh.ranks_by_dim(*dims))
+            return comm, FlatSharding(layout, index, self._known[mesh, dims])
+
+        shape = slot.whole_shape if joins else slot.shape
+        return WholeParam(slot.fqn, leaf, shape, share, _num_replicas(mesh), slot.is_cut and not joins)
+
+    def dtensor(self, each: OwnDTensor, name: str) -> WholeParam:
+        """Describe a parameter of a unit of ``fully_shard``."""
+        mesh, param = each.mesh, each.param.sharded
+        has_blocks = each.block is not None and not self._joins_blocks
+        shape = tuple(param.shape) if self._joins_blocks else each.shape
+
+        def share(divides: bool) -> tuple[Communicator, Sharding]:
+            dims, comm = self._among(mesh, divides)
+            if not has_blocks:
+                return comm, self._block_sharding(comm, param)
+            sizes = (shape[each.dim], *shape[: each.dim], *shape[each.dim + 1 :])  # chunks are of the first dimension
+            boxes, ranks_by_dim = {}, mesh.ranks_by_dim(*dims)
+            for shard in range(mesh.shard.size):
+                box = chunk_box(sizes, mesh.shard.size, shard)
+                if box is not None and box.numel:
+                    offsets, numbers = ((*part[1 : each.dim + 1], part[0], *part[each.dim + 1 :]) for part in box)
+                    boxes.update(dict.fromkeys(ranks_by_dim[:, shard, 0].tolist(), Box(offsets, numbers)))
+            return comm, BlockSharding(shape, boxes)
+
+        return WholeParam(name, param, shape, share, _num_replicas(mesh), has_blocks)
+
+    def plain(self, param: nn.Parameter, name: str) -> WholeParam:
+        """Describe a parameter that no unit owns."""
+        if not self._joins_blocks or not is_sharded(param):
+            return WholeParam(name, param, tuple(_compat.local_of(param).shape), has_blocks=is_sharded(param))
+        assert isinstance(param, DTensor)
+        mesh, placements = param.device_mesh, param.placements
+        if any(len(of_rank) > 1 for of_rank in mesh_boxes(tuple(param.shape), mesh.mesh, placements).values()):
+            raise UsageError(
+                f"WholeTensors: {name!r} has the placements {list(placements)}, of which a rank has several blocks: "
+                "redistribute it to Shard and Replicate"
             )
 
+        def share(_divides: bool) -> tuple[Communicator, Sharding]:
+            comm = GroupCache.current().members_of(mesh)
+            return comm, self._block_sharding(comm, param)
 
-def _share_of_flat(
-    mesh: UnitMesh, layout: FlatLayout, index: int, joins_blocks: bool, known: Known, divides: bool
-) -> tuple[Communicator, Sharding]:
-    dims = _dims(mesh, divides=divides, joins_blocks=joins_blocks)
-    if (mesh, dims) not in known:
-        known[mesh, dims] = RanksByDim.of(mesh.ranks_by_dim(*dims))
-    return _comm(mesh, dims), FlatSharding(layout, index, known[mesh, dims])
+        return WholeParam(name, param, tuple(param.shape), share)
 
+    def _among(self, mesh: UnitMesh, divides: bool) -> tuple[tuple[Dim, ...], Communicator]:
+        """Return the dimensions along which ranks share a parameter, and these ranks."""
+        dims: tuple[Dim, ...] = ("shard", "replicate") if divides and _num_replicas(mesh) > 1 else ("shard",)
+        if self._joins_blocks and mesh.tensor is not None:
+            dims = (*dims, "tensor")
+        comm = mesh.comm(*dims)
+        assert isinstance(comm, Communicator)
+        return dims, comm
 
-def _of_dtensor(each: OwnDTensor, name: str, joins_blocks: bool, known: Known) -> WholeParam:
-    shape = tuple(each.param.sharded.shape) if joins_blocks else each.shape
-    has_blocks = each.block is not None and not joins_blocks
-    share = functools.partial(_share_of_dtensor, each, shape, joins_blocks, known)
-    return WholeParam(name, each.param.sharded, shape, share, _num_replicas(each.mesh), has_blocks)
-
-
-def _share_of_dtensor(
-    each: OwnDTensor, shape: tuple[int, ...], joins_blocks: bool, known: Known, divides: bool
-) -> tuple[Communicator, Sharding]:
-    mesh, param = each.mesh, each.param.sharded
-    dims = _dims(mesh, divides=divides, joins_blocks=joins_blocks)
-    comm = _comm(mesh, dims)
-    if joins_blocks or each.block is None:
-        return comm, _block_sharding(comm, param, known)
-    sizes = (shape[each.dim], *shape[: each.dim], *shape[each.dim + 1 :])  # chunks are of the first dimension
-    boxes, ranks_by_dim = {}, mesh.ranks_by_dim(*dims)
-    for shard in range(mesh.shard.size):
-        box = chunk_box(sizes, mesh.shard.size, shard)
-        if box is not None and box.numel:
-            offsets, numbers = ((*part[1 : each.dim + 1], part[0], *part[each.dim + 1 :]) for part in box)
-            boxes.update(dict.fromkeys(ranks_by_dim[:, shard, 0].tolist(), Box(offsets, numbers)))
-    return comm, BlockSharding(shape, boxes)
-
-
-def _of_plain(param: nn.Parameter, name: str, joins_blocks: bool, known: Known) -> WholeParam:
-    """Return a parameter that no unit owns."""
-    if not joins_blocks or not is_sharded(param):
-        return WholeParam(name, param, tuple(_compat.local_of(param).shape), has_blocks=is_sharded(param))
-    assert isinstance(param, DTensor)
-    boxes = mesh_boxes(tuple(param.shape), param.device_mesh.mesh, param.placements)
-    if any(len(of_rank) > 1 for of_rank in boxes.values()):
-        raise UsageError(
-            f"WholeTensors: {name!r} has the placements {list(param.placements)}, of which a rank has several blocks: "
-            "redistribute it to Shard and Replicate"
-        )
-    return WholeParam(name, param, tuple(param.shape), functools.partial(_share_of_plain, param, known))
-
-
-def _share_of_plain(param: nn.Parameter, known: Known, _divides: bool) -> tuple[Communicator, Sharding]:
-    assert isinstance(param, DTensor)
-    comm = GroupCache.current().members_of(param.device_mesh)
-    return comm, _block_sharding(comm, param, known)
-
-
-def _block_sharding(comm: Communicator, param: torch.Tensor, known: Known) -> BlockSharding:
-    assert isinstance(param, DTensor)
-    key = comm, param.device_mesh, tuple(param.placements), tuple(param.shape)
-    if key not in known:
-        numbers = {rank: number for number, rank in enumerate(GroupCache.current().global_ranks(comm))}
-        boxes = _boxes(tuple(param.shape), param.device_mesh.mesh, param.placements)
-        held = {numbers[rank]: box for rank, box in boxes if rank in numbers and box.numel}
-        known[key] = BlockSharding(tuple(param.shape), held)
-    found: BlockSharding = known[key]
-    return found
+    def _block_sharding(self, comm: Communicator, param: torch.Tensor) -> BlockSharding:
+        assert isinstance(param, DTensor)
+        key = comm, param.device_mesh, tuple(param.placements), tuple(param.shape)
+        if key not in self._known:
+            numbers = {rank: number for number, rank in enumerate(GroupCache.current().global_ranks(comm))}
+            boxes = _boxes(tuple(param.shape), param.device_mesh.mesh, param.placements)
+            held = {numbers[rank]: box for rank, box in boxes if rank in numbers and box.numel}
+            self._known[key] = BlockSharding(tuple(param.shape), held)
+        found: BlockSharding = self._known[key]
+        return found
 
 
 def _boxes(shape: tuple[int, ...], ranks: torch.Tensor, placements: Sequence[Placement]) -> Iterator[tuple[int, Box]]:
-    """Return each rank of a mesh with its box."""
+    """Yield each rank of a mesh with its box."""
     rows = rows_on_mesh(shape, ranks, placements) if shape else None
     if rows is None:
         yield from ((rank, of_rank[0]) for rank, of_rank in mesh_boxes(shape, ranks, placements).items())
@@ -195,8 +186,7 @@ def local_part(param: torch.Tensor) -> torch.Tensor:
 
 
 def local_grad(param: torch.Tensor) -> torch.Tensor:
-    """Collective over the mesh of a ``DTensor`` whose gradient is placed otherwise, as a pending sum. Return this
-    rank's elements of a parameter's gradient."""
+    """Collective over the mesh of a ``DTensor`` whose gradient is placed otherwise. Return what this rank has of it."""
     assert param.grad is not None
     grad = _compat.wait_tensor(param.grad)
     if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
