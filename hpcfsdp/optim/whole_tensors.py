@@ -164,7 +164,8 @@ class WholeTensors(torch.optim.Optimizer):
         assert_same(self._ranks, digest((facts, facts_of_groups)).hex(), "WholeTensors: its groups, by a hash,")
         numbers = {param: number for number, param in enumerate(empty)}
         cost = self._cost or _cost_of(trial)
-        mine, costs, shardings, owners = set(), dict[int, float](), dict[int, Sharding](), dict[int, int]()
+        mine = set()
+        costs, shardings, owners = dict[int, float](), dict[int, Sharding](), dict[int, int]()
         shared: dict[Communicator | None, tuple[Communicator, list[int]]] = {}  # a rank by itself is one communicator
         for group in trial.param_groups:
             for number in (numbers[param] for param in group["params"]):

@@ -278,16 +278,16 @@ def set_state_dict(
     options: StateDictOptions | None = None,
 ) -> Any:
     """Collective over all ranks of the model. Load the state dicts of a model and of its optimizers, or neither."""
-    optimizers = _listed(optimizers)
+    chosen = _listed(optimizers)
     if not units_in(model):
-        if optimizers:
-            set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+        if chosen:
+            set_optimizer_state_dict(model, chosen, optim_state_dict, options=options)
         has_weights = bool(model_state_dict)
         if options is not None and options.broadcast_from_rank0:  # torch's own function looks at what each rank has
             has_weights = communicator_for(None, required=True).broadcast_object(has_weights)
         found = IncompatibleKeys([], [])
         return set_model_state_dict(model, model_state_dict, options=options) if has_weights else found
-    loaded = _to_load(model, optimizers, optim_state_dict, _checked(options))
+    loaded = _to_load(model, chosen, optim_state_dict, _checked(options))
     found = set_model_state_dict(model, model_state_dict, options=options)
     for optimizer, one in loaded:
         optimizer.load_state_dict(one)
