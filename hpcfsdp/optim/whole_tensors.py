@@ -257,7 +257,7 @@ class WholeTensors(torch.optim.Optimizer):
         """
         if _compat.is_step_for_state():
             if not (self._has_stepped or self._has_loaded):  # else ranks that own nothing are alone here
-                self.state, self._has_loaded = collections.defaultdict(dict, self.initial_state()), True
+                self.state, self._has_loaded = _state_of(self.initial_state()), True
             return None
         loss = None if closure is None else torch.enable_grad()(closure)()
         count = self._waves if self._has_stepped else 1
@@ -397,14 +397,14 @@ class WholeTensors(torch.optim.Optimizer):
         for each, _ in self._alone:
             if each.param in given:
                 found[each.param] = {name: _compat.local_of(value) for name, value in given[each.param].items()}
-        self.state, self._has_loaded = collections.defaultdict(dict, found), True
+        self.state, self._has_loaded = _state_of(found), True
 
     def state_dict(self) -> dict[str, Any]:
         """Collective over all ranks of the model. Return groups, and state as ``shown_state`` has it.
 
         "whole_state" lists the tensors that are whole on each rank.
         """
-        own, self.state = self.state, collections.defaultdict(dict, self.shown_state())
+        own, self.state = self.state, _state_of(self.shown_state())
         try:
             found = super().state_dict()
         finally:
@@ -575,6 +575,11 @@ def _move_cost(param: torch.Tensor) -> float:
     """Return the operations in the time in which an element moves to its owner and back."""
     on_device = accelerator.is_accelerator(local_part(param).device)
     return 2 * param.dtype.itemsize * (DEVICE_FLOPS_PER_BYTE if on_device else HOST_FLOPS_PER_BYTE)
+
+
+def _state_of(found: Mapping[nn.Parameter, State]) -> Any:
+    """Return state in the form of ``Optimizer.state``, whose type knows tensors alone as keys."""
+    return collections.defaultdict(dict, found)
 
 
 def _hyper_digest(group: Mapping[str, Any]) -> bytes:
