@@ -65,12 +65,12 @@ _innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
 def in_transform() -> bool:
-    """Whether a function of ``torch.func`` (``grad``, ``vmap``, ...) transforms what runs."""
+    """Return whether a function of ``torch.func`` (``grad``, ``vmap``, ...) transforms what runs."""
     return _innermost_transform() is not None
 
 
 def records_backward() -> bool:
-    """Whether a backward may follow that runs hooks of tensors; derivatives of ``torch.func`` are functions."""
+    """Return whether a backward may follow that runs hooks of tensors; derivatives of ``torch.func`` are functions."""
     return torch.is_grad_enabled() and not in_transform()
 
 
@@ -102,7 +102,7 @@ def outside_of_modes(function: Function) -> Function:
 
 
 def hybrid_shard_zero2() -> Any:
-    """The sharding strategy that torch has under a private name alone."""
+    """Return the sharding strategy that torch has under a private name alone."""
     from torch.distributed.fsdp import ShardingStrategy
 
     return ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -116,14 +116,14 @@ def checkpoint_activations(model: nn.Module, chosen: Callable[[nn.Module], bool]
 
 
 def training_states() -> Any:
-    """The enumeration of the states of torch's FSDP."""
+    """Return the enumeration of the states of torch's FSDP."""
     from torch.distributed.fsdp._common_utils import TrainingState
 
     return TrainingState
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether torch's ``replicate`` has been applied to a module."""
+    """Return whether torch's ``replicate`` has been applied to a module."""
     contract = sys.modules.get("torch.distributed._composable.contract")  # which is not loaded otherwise
     return contract is not None and "replicate" in (contract._get_registry(module) or ())
 
@@ -162,7 +162,7 @@ _groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = wea
 
 
 def new_group_of(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """Collective over `ranks`, global ranks in any order. Creates their process group, in ascending order.
+    """Create their process group, in ascending order. Collective over `ranks`, global ranks in any order.
 
     As ``dist.new_group(ranks, use_local_synchronization=True)``. That names a group by the number of groups of a rank:
     members with different numbers would wait for each other under different names, without end. Here the name counts
@@ -209,12 +209,12 @@ def init_fake_group(ranks: int, device: torch.device) -> None:
 
 
 def members_of(group: dist.ProcessGroup | None) -> list[int] | None:
-    """The global ranks of a process group, None for the default one; None if this rank is not in it."""
+    """Return the global ranks of a process group, None for the default one; None if this rank is not in it."""
     return None if dist.distributed_c10d._rank_not_in_group(group) else dist.get_process_group_ranks(group)
 
 
 def id_of_worker(name: str) -> int:
-    """The id of an RPC worker of torch.
+    """Return the id of an RPC worker of torch.
 
     Raises:
         RuntimeError: RPC has not been initialised.
@@ -233,18 +233,18 @@ Work = dist._Work
 
 
 def premultiplier(op: Any) -> Any | None:
-    """The factor by which ``ReduceOp.PREMUL_SUM`` multiplies values before it sums them; None for any other op."""
+    """Return the factor by which ``ReduceOp.PREMUL_SUM`` multiplies values before the sum; None for any other op."""
     return op.__getstate__()[1] if op == dist.ReduceOp.PREMUL_SUM else None
 
 
 def device_of_group(group: dist.ProcessGroup) -> torch.device:
-    """The device of a process group: the current accelerator if the group supports it, else the CPU."""
+    """Return the device of a process group: the current accelerator if the group supports it, else the CPU."""
     kinds = {device.type for device in getattr(group, "_device_types", [])}
     return accelerator.current_device() if accelerator.device_type() in kinds else torch.device("cpu")
 
 
 def registered_pool(group: dist.ProcessGroup, device: torch.device) -> Any | None:
-    """A new pool of device memory that is registered with the backend of a group; None if it has none.
+    """Return a new pool of device memory that is registered with the backend of a group; None if it has none.
 
     NCCL reads and writes that memory without copies of its own. What the pool allocates later is registered, too.
     Collective if the group has sent nothing yet: NCCL then connects its ranks.
@@ -294,7 +294,7 @@ def copy_to_each_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 
 
 def in_backward() -> bool:
-    """Whether the calling thread is in an autograd run."""
+    """Return whether the calling thread is in an autograd run."""
     return run_of_autograd() != -1
 
 
@@ -307,7 +307,7 @@ def forget_accumulator(leaf: torch.Tensor) -> None:
 
 
 def has_hooks(node: Any) -> bool:
-    """Whether a program has registered hooks on a node of the graph."""
+    """Return whether a program has registered hooks on a node of the graph."""
     handle = node.register_hook(lambda *_: None)
     hooks = handle.hooks_dict_ref()  # of the node, with this one
     handle.remove()
@@ -335,7 +335,7 @@ def replace_data(leaf: torch.nn.Parameter, values: torch.Tensor) -> None:
 
 
 def flight_record() -> str:
-    """What torch's flight recorder knows of NCCL's collectives, as JSON; "" where it is off or there is none.
+    """Return what torch's flight recorder knows of NCCL's collectives, as JSON; "" where it is off or there is none.
 
     TORCH_NCCL_TRACE_BUFFER_SIZE (in newer versions TORCH_FR_BUFFER_SIZE) turns it on.
     """
@@ -350,7 +350,7 @@ def flight_record() -> str:
 
 
 def default_store() -> Any:
-    """The store of torch.distributed's default process group, None where there is none."""
+    """Return the store of torch.distributed's default process group, None where there is none."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
@@ -370,31 +370,32 @@ def run_as_written(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hook_behind_torch(hook: Any) -> Any:
-    """The exception hook that torch.distributed's hook has replaced and calls; None for any other hook."""
+    """Return the exception hook that torch.distributed's hook has replaced and calls; None for any other hook."""
     if getattr(hook, "__module__", "") != "torch.distributed.distributed_c10d":
         return None
     return inspect.getclosurevars(hook).nonlocals.get("old_hook")
 
 
 def run_wrap_policy(policy: Any, root: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
-    """The modules that one of torch's policy objects wraps, each with its keyword arguments."""
+    """Return the modules that one of torch's policy objects wraps, each with its keyword arguments."""
     return policy._run_policy(root, ignored_modules=ignored, root_kwargs={})
 
 
 def is_policy_object(policy: Any) -> bool:
-    """Whether `policy` is one of torch's policy objects (``ModuleWrapPolicy``, ``CustomPolicy``)."""
+    """Return whether `policy` is one of torch's policy objects (``ModuleWrapPolicy``, ``CustomPolicy``)."""
     from torch.distributed.fsdp.wrap import _Policy
 
     return isinstance(policy, _Policy)
 
 
 def is_registered(kind: type) -> bool:
-    """Whether torch's pytree registry knows a type."""
+    """Return whether torch's pytree registry knows a type."""
     return kind in _pytree.SUPPORTED_NODES
 
 
 def flatten_one_level(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """The children of a container that torch's pytree registry knows, and a function that rebuilds it from others.
+    """Return the children of a container that torch's pytree registry knows, and a function that rebuilds it from
+    others.
 
     One level only: children may be containers. None for other types.
     """
@@ -407,7 +408,7 @@ def flatten_one_level(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]
 
 @contextlib.contextmanager
 def assigning_without_swaps() -> Iterator[None]:
-    """A context in which modules that load a state dict assign its tensors, and do not swap them with their own."""
+    """Return a context in which modules that load a state dict assign its tensors instead of swapping them."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(False)
     try:
@@ -417,18 +418,18 @@ def assigning_without_swaps() -> Iterator[None]:
 
 
 def loading_module() -> nn.Module | None:
-    """The module with the ``nn.Module.load_state_dict`` call that the caller runs in, or None."""
+    """Return the module with the ``nn.Module.load_state_dict`` call that the caller runs in, or None."""
     frame = _find_frame(lambda code: code is nn.Module.load_state_dict.__code__)
     return None if frame is None else frame.f_locals.get("self")
 
 
 def is_initialising() -> bool:
-    """Whether the caller runs in a function of ``torch.nn.init``."""
+    """Return whether the caller runs in a function of ``torch.nn.init``."""
     return _find_frame(lambda code: code.co_filename == nn.init.__file__) is not None
 
 
 def _find_frame(is_wanted: Callable[[CodeType], bool], frame: FrameType | None = None) -> FrameType | None:
-    """The innermost frame on the stack with such a code, or from `frame` outwards."""
+    """Return the innermost frame on the stack with such a code, or from `frame` outwards."""
     frame = frame or sys._getframe(1)
     while frame is not None and not is_wanted(frame.f_code):
         frame = frame.f_back  # type: ignore[assignment]
@@ -436,7 +437,7 @@ def _find_frame(is_wanted: Callable[[CodeType], bool], frame: FrameType | None =
 
 
 def calling_optimizers() -> Iterator[torch.optim.Optimizer]:
-    """The optimizers in whose methods the caller runs, the innermost first. One may step for another."""
+    """Yield the optimizers in whose methods the caller runs, the innermost first. One may step for another."""
     kinds = [torch.optim.Optimizer]
     for kind in kinds:
         kinds += kind.__subclasses__()
@@ -450,13 +451,13 @@ def calling_optimizers() -> Iterator[torch.optim.Optimizer]:
 
 
 def is_in_step() -> bool:
-    """Whether the caller runs in ``torch.optim.Optimizer.step``."""
+    """Return whether the caller runs in ``torch.optim.Optimizer.step``."""
     step = sys.modules[torch.optim.Optimizer.__module__].__file__, "wrapper"
     return _find_frame(lambda code: (code.co_filename, code.co_name) == step) is not None
 
 
 def is_step_for_state() -> bool:
-    """Whether torch's functions of state dicts step an optimizer now, for nothing but its state."""
+    """Return whether torch's functions of state dicts step an optimizer now, for nothing but its state."""
     return _find_frame(lambda code: code.co_name == "_init_optim_state") is not None
 
 
@@ -470,7 +471,7 @@ class StockCall(NamedTuple):
 
 
 def stock_state_dict_call() -> StockCall | None:
-    """The call that checks its arguments against the modules of a model now, or None."""
+    """Return the call that checks its arguments against the modules of a model now, or None."""
     frame = _find_frame(
         lambda code: code.co_name == "_verify_options" and code.co_filename.endswith("checkpoint/state_dict.py")
     )
@@ -485,7 +486,7 @@ hooks_before_forward: Callable[[nn.Module], dict[Any, Callable[..., Any]]] = ope
 
 
 def ddp_in_construction() -> tuple[nn.Module, set[str]] | None:
-    """The model in which a DistributedDataParallel searches parameters now, and the names that it ignores.
+    """Return the model in which a DistributedDataParallel searches parameters now, and the names that it ignores.
 
     It searches while it is built, before its first message.
     """
@@ -551,7 +552,7 @@ def dtensor_like(tensor: Any, local: torch.Tensor) -> Any:
 
 
 def identity_of(param: torch.Tensor) -> int:
-    """A number that changes when ``.data`` of a ``DTensor`` is assigned, which does not change its local tensor."""
+    """Return a number that changes when ``.data`` of a ``DTensor`` is assigned (its local tensor does not)."""
     return param.untyped_storage()._cdata
 
 
@@ -583,7 +584,7 @@ def handle_dtensor_ops(handlers: Mapping[Any, Callable[..., Any]]) -> None:
 
 
 def shard_of_rows(dim: int, factor: int) -> Any:
-    """The placement of rows of blocks: each of `factor` blocks along `dim` is cut once more, along the same one."""
+    """Return the placement in which each of `factor` blocks along `dim` is sharded once more, along the same one."""
     from torch.distributed.tensor import Shard as ShardAlong
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -625,17 +626,20 @@ root_mesh: Callable[[Any], Any] = operator.methodcaller("_get_root_mesh")
 
 
 def group_of_mesh(mesh: Any) -> dist.ProcessGroup:
-    """The process group of all ranks of a mesh. Collective over them the first time if it has several dimensions."""
+    """Return the process group of all ranks of a mesh. Collective over them the first time if it has several
+    dimensions.
+    """
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a ``DTensor``; any other tensor itself."""
+    """Return the local tensor of a ``DTensor``; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of one of torch's functional collectives, complete on the current stream; any other tensor itself.
+    """Return the result of one of torch's functional collectives, complete on the current stream; any other tensor
+    itself.
 
     Autograd may give an incomplete one to a leaf as its gradient.
     """
@@ -643,7 +647,7 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def at_its_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in the same memory with a storage offset of 0, if one can be made.
+    """Return a tensor in the same memory with a storage offset of 0, if one can be made.
 
     A ``DTensor`` copies the offset of its local tensor, and torch then copies and pickles it as if it had that storage.
     """
@@ -666,8 +670,9 @@ def set_grad_of_any_dtype(param: torch.Tensor, grad: torch.Tensor | None) -> Non
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors within nested wrapper subclasses (``DTensor``, results of functional collectives, and so on);
-    any other tensor itself."""
+    """Yield the plain tensors within nested wrapper subclasses (``DTensor``, results of functional collectives, and so
+    on); any other tensor itself.
+    """
     if type(tensor) is torch.Tensor or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -678,7 +683,7 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def common_mesh(outer: Any, inner: Any) -> Any | None:
-    """The slice with the dimensions of both meshes of the mesh that `outer` was sliced from; None without one.
+    """Return the slice with the dimensions of both meshes of the mesh that `outer` was sliced from; None without one.
 
     `inner` must equal a slice of it. Operators return tensors on any equal mesh, which may be a slice of another mesh.
     """

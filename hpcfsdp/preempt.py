@@ -69,7 +69,7 @@ class Preemption:
 
     @public_call("stop.requested")
     def requested(self, step: int) -> bool:
-        """Collective over all ranks, after each step. Return whether to save and stop now, equal on all ranks.
+        """Return whether to save and stop now, equal on all ranks. Collective over all ranks, after each step.
 
         It waits neither for a device nor, until a signal has arrived, for other ranks: these answer while the next step
         runs. If the signal has reached all ranks they stop at once, otherwise one step later. Asked again for the same
@@ -175,7 +175,7 @@ def preemption(*, before_end_s: float | None = None) -> Preemption:
 
 @public_call("hpcfsdp.exit_requeue")
 def exit_requeue() -> NoReturn:
-    """Collective over all ranks. ``hpcfsdp.finalize()``, then end the program with exit code 75: run me again.
+    """``hpcfsdp.finalize()``, then end the program with exit code 75: run me again. Collective over all ranks.
 
     Job scripts requeue the job on this code (``jobs/``). Signals that arrive meanwhile do not change it.
 

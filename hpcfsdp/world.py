@@ -100,7 +100,7 @@ class World:
 
     @public_call("World.mesh")
     def mesh(self, **dimensions: Extent) -> DeviceMesh:
-        """Collective over all ranks. Make a torch ``DeviceMesh`` that follows the nodes.
+        """Make a torch ``DeviceMesh`` that follows the nodes. Collective over all ranks.
 
         The last dimensions stay within nodes if their product divides the number of ranks on a node, however the
         launcher numbers the ranks::
@@ -143,7 +143,7 @@ def init(
     split_nodes: int = 1,
     run_dir: str | Path | None = None,
 ) -> World:
-    """Collective over all processes of the job. Start MPI and torch.distributed and return the ``World``.
+    """Start MPI and torch.distributed and return the ``World``. Collective over all processes of the job.
 
     The launcher is mpirun, mpiexec or srun; a plain ``python`` process is a world of one. Ranks and nodes come from
     MPI (``MPI_Comm_split_type``), never from the environment. A second call returns the same world.
@@ -240,7 +240,7 @@ def init(
 
 
 def _name_run(run_dir: str | Path | None) -> tuple[str, Path]:
-    """Collective over all ranks. Return the names of the job and of its folder, which rank 0 makes if needed."""
+    """Return the names of the job and of its folder, which rank 0 makes if needed. Collective over all ranks."""
     comm, folder = current_job().comm, ""
     with together.raise_lowest(comm):
         if comm.rank == 0:
@@ -258,7 +258,7 @@ def _name_run(run_dir: str | Path | None) -> tuple[str, Path]:
 
 
 def _watch_for_hangs(job: Job, node: MPI.Intracomm, name: str, folder: Path) -> None:
-    """Collective over `node`, the ranks of this node. Have a thread answer if the job hangs."""
+    """Have a thread answer if the job hangs. Collective over `node`, the ranks of this node."""
     from hpcfsdp import _compat  # loads torch, after MPI
     from hpcfsdp.comm.mpi.node_memory import share
 
@@ -274,7 +274,7 @@ def _watch_for_hangs(job: Job, node: MPI.Intracomm, name: str, folder: Path) -> 
 
 
 def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
-    """Collective over all ranks. Return the topology and this rank's device, or raise if arguments or versions differ.
+    """Return the topology and this rank's device, or raise if arguments or versions differ. Collective over all ranks.
 
     Otherwise a node with a broken driver would compute on its CPUs, and the others would wait for it in NCCL.
     """
@@ -340,7 +340,7 @@ def before_finalize(finish: Callable[[], None]) -> None:
 
 
 def _finish_others() -> Exception | None:
-    """Collective over all processes of the job. Call the functions of ``before_finalize``. Returns the first error."""
+    """Call the functions of ``before_finalize``. Collective over all processes of the job. Returns the first error."""
     problems: list[Exception] = []
     for finish in _before_finalize:
         try:
@@ -352,7 +352,7 @@ def _finish_others() -> Exception | None:
 
 @public_call("hpcfsdp.finalize")
 def finalize() -> None:
-    """Collective over all processes of the job. Destroy the process group of ``init``, and end the world.
+    """Destroy the process group of ``init``, and end the world. Collective over all processes of the job.
 
     Waits for a checkpoint that is still being written. MPI itself ends with the process, so ``init`` may be called
     again. Without a world this does nothing. While an exception propagates (in a ``finally``) it does not wait for

@@ -46,7 +46,7 @@ class FSDPModule(stock.FSDPModule):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A new module of the original class, as for the slice of a container."""
+        """Return a new module of the original class, as for the slice of a container."""
         original = cls.__mro__[cls.__mro__.index(stock.FSDPModule) + 1]
         made = original.__new__(original, *args, **kwargs)
         made.__init__(*args, **kwargs)
@@ -54,12 +54,12 @@ class FSDPModule(stock.FSDPModule):
 
     @_compat.run_as_written
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Collective over the ranks of the mesh. Call the module with whole parameters."""
+        """Call the module with whole parameters. Collective over the ranks of the mesh."""
         return self._run(super().__call__, args, kwargs)  # type: ignore[misc]
 
     @_compat.run_as_written
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Collective over the ranks of the mesh. Call a function that computes with the module's parameters."""
+        """Call a function that computes with the module's parameters. Collective over the ranks of the mesh."""
         unit = self._unit_here
         with Forward(unit) as compiler:
             if unit.training_state in (TrainingState.FORWARD, TrainingState.RECOMPUTE):
@@ -83,7 +83,7 @@ class FSDPModule(stock.FSDPModule):
 
     @public_call("unshard")
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Collective over the ranks of the mesh. Gather the module's own parameters, until ``reshard`` or a forward.
+        """Gather the module's own parameters, until ``reshard`` or a forward. Collective over the ranks of the mesh.
 
         Units inside stay sharded.
 
@@ -100,7 +100,7 @@ class FSDPModule(stock.FSDPModule):
 
     @public_call("reshard")
     def reshard(self) -> None:
-        """Collective over the ranks of the mesh if the module is unsharded. Free its whole parameters.
+        """Free its whole parameters. Collective over the ranks of the mesh if the module is unsharded.
 
         Units inside stay as they are. It does nothing while the module computes.
         """
@@ -270,7 +270,7 @@ class FSDPModule(stock.FSDPModule):
 
     @public_call("reset_iter_state")
     def reset_iter_state(self) -> None:
-        """Collective over the ranks of the mesh. Forget a step that an exception has ended, with its gradients.
+        """Forget a step that an exception has ended, with its gradients. Collective over the ranks of the mesh.
 
         The next forward does so by itself after an exception. This also drops gradients that
         ``set_requires_gradient_sync(False)`` holds.
@@ -315,7 +315,7 @@ class FSDPModule(stock.FSDPModule):
         return unit
 
     def _units(self, recurse: bool, **switches: bool) -> Sequence[DTensorUnit]:
-        """The units that a method sets. Refuses switches that are no bool."""
+        """Return the units that a method sets. Refuses switches that are no bool."""
         for name, value in switches.items():
             _check_bool(name, value)
         return dtensor_units_in(cast(nn.Module, self)) if recurse else [self._unit_here]
@@ -325,7 +325,7 @@ class FSDPModule(stock.FSDPModule):
             raise ValueError(f"{what} cannot be used where parameters of a module are sharded over several meshes")
 
     def _get_fsdp_state(self) -> NoReturn:
-        """What torch's own methods read. Always raises an ``EngineError``."""
+        """Return what torch's own methods read. Always raises an ``EngineError``."""
         raise torchs_state_error()
 
 
@@ -349,7 +349,7 @@ def extended_class(original: type) -> type:
 
 
 def _root_of(unit: DTensorUnit) -> Root:
-    """Collective where there is none yet, or where the program has replaced parameters by others."""
+    """Return the root. Collective where there is none yet, or where the program has replaced parameters by others."""
     root = unit.root
     units = [] if root is None else cast(Sequence[DTensorUnit], root.units)
     if root is not None and (

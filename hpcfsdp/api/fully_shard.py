@@ -51,7 +51,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Modules:
-    """Collective over the ranks of `mesh`. Shard the parameters of a module in place, as torch's function does.
+    """Shard the parameters of a module in place, as torch's function does. Collective over the ranks of `mesh`.
 
     The module stays the same object, with its names; its class gets ``FSDPModule`` as a base. Each parameter becomes a
     ``DTensor`` parameter of the whole shape, of which each rank stores rows. While the module computes it holds whole,
@@ -108,7 +108,7 @@ def shard_modules(
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored: Ignored = NOTHING_IGNORED,
 ) -> None:
-    """Collective over the ranks of `mesh`. Make one unit of the modules. Arguments are those of ``fully_shard``."""
+    """Make one unit of the modules. Collective over the ranks of `mesh`. Arguments are those of ``fully_shard``."""
     choice = _reshard_choice(reshard_after_forward, mesh.shard.size)
     watch_optimizers()
     container = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
@@ -161,7 +161,7 @@ def shard_modules(
 
 
 def _outermost(modules: Sequence[Any]) -> list[Any]:
-    """The modules of a list without those inside of others, which their units hold anyway."""
+    """Return the modules of a list without those inside of others, which their units hold anyway."""
     if len({id(module) for module in modules}) < len(modules):
         raise ValueError("fully_shard was given a list that names a module twice: name it once")
     inside = {
@@ -237,7 +237,7 @@ def _reshard_choice(given: bool | int | None, ranks: int) -> bool | None:
 def _chosen(
     module: nn.Module, choose: Callable[[nn.Parameter], Any] | None, ignored: Ignored
 ) -> dict[nn.Parameter, Any]:
-    """What the user's function returns for the parameters of a future unit."""
+    """Return what the user's function returns for the parameters of a future unit."""
     if choose is None:
         return {}
     params = (param for param in module.parameters() if param not in ignored.params)
@@ -245,7 +245,7 @@ def _chosen(
 
 
 def _dim(entry: OwnParam, chosen: Any) -> int:
-    """The dimension along which a parameter is cut; `chosen` by the user's function, if there is one."""
+    """Return the dimension along which a parameter is cut; `chosen` by the user's function, if there is one."""
     param = entry.given
     if not param.dim():
         raise ValueError(

@@ -59,13 +59,13 @@ class ShardedGradScaler(TorchShardedGradScaler):
 
     @public_call("ShardedGradScaler.unscale_")
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collective over the process group. Divide the gradients of an optimizer by the scale."""
+        """Divide the gradients of an optimizer by the scale. Collective over the process group."""
         # Not torch's sharded one, which agrees after _unscale_grads_: ours agrees within.
         GradScaler.unscale_(self, optimizer)
 
     @public_call("ShardedGradScaler.step")
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Collective over the process group. Step the optimizer unless a rank has an inf or a NaN."""
+        """Step the optimizer unless a rank has an inf or a NaN. Collective over the process group."""
         return super().step(optimizer, *args, **kwargs)
 
     def _unscale_grads_(
@@ -94,7 +94,7 @@ class ShardedGradScaler(TorchShardedGradScaler):
 
 
 def _in_real_numbers(param: torch.Tensor) -> torch.Tensor:
-    """A tensor with the parts of a complex gradient as its own, in place: torch unscales real ones alone."""
+    """Return a tensor with the parts of a complex gradient as its own, in place: torch unscales real ones alone."""
     if param.grad is None or not param.grad.is_complex():
         return param
     shown = torch.view_as_real(param.grad).detach()

@@ -46,7 +46,7 @@ class StateDictMethods(nn.Module):
     def state_dict(  # type: ignore[override]  # torch's has overloads for the type of `destination`
         self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Collective over the ranks of the model. Return its parameters and buffers, as ``state_dict_type`` sets.
+        """Return its parameters and buffers, as ``state_dict_type`` sets. Collective over the ranks of the model.
 
         By default every rank gets whole tensors, on the device of the computation. Names are those of the plain model,
         without those of wrappers, activation checkpointing and compilation. Parameters have the dtype of their shards,
@@ -78,7 +78,7 @@ class StateDictMethods(nn.Module):
 
     @public_call("load_state_dict")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Collective over the ranks of the model. Load parameters and buffers, or change nothing on any rank.
+        """Load parameters and buffers, or change nothing on any rank. Collective over the ranks of the model.
 
         Values may be whole tensors, which every rank passes, or distributed ones (``ShardedTensor``, ``DTensor``), in
         any ``state_dict_type``. Under ``LOCAL_STATE_DICT`` names are those of flat parameters, saved by any number of
@@ -117,7 +117,7 @@ class StateDictMethods(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Called by a module around this one that loads a state dict; see ``state.load.LoadWithin``."""
+        """Load for a module around this one, which calls this; see ``state.load.LoadWithin``."""
         del strict  # always True here; the module around this one has the argument
         waiting = LoadWithin(self._unit, state_dict, prefix, local_metadata, missing_keys, unexpected_keys, error_msgs)
         self.__dict__["_load_within"] = waiting, _compat.loading_module(), missing_keys

@@ -270,7 +270,7 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
 
     @_compat.run_as_written
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Collective over the process group. Run the wrapped module with gathered parameters.
+        """Run the wrapped module with gathered parameters. Collective over the process group.
 
         The outermost wrapper moves tensors in the arguments to the device of the computation.
         """
@@ -330,7 +330,7 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
 
     @public_call("clip_grad_norm_")
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
-        """Collective over all ranks. Clip the gradients of the whole model to a total norm. Call it on the root.
+        """Clip the gradients of the whole model to a total norm. Collective over all ranks. Call it on the root.
 
         `max_norm` is the largest norm, `norm_type` the p of the p-norm, above 0 or inf; 0 counts elements other than 0.
         Parameters that are ignored count once, as if they were the same on all ranks.
@@ -389,7 +389,7 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
 
     @public_call("apply")
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Collective over the process group. Call `fn` on every module, inner ones first, with whole parameters."""
+        """Call `fn` on every module, inner ones first, with whole parameters. Collective over the process group."""
         with self.summon_full_params(self, recurse=False, writeback=True):
             for child in self.children():
                 _apply_below(child, fn)
@@ -464,7 +464,7 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
 
     @public_call("copy.deepcopy")
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
-        """Collective over the ranks of the model. Return a copy of the shards; process groups are shared."""
+        """Return a copy of the shards; process groups are shared. Collective over the ranks of the model."""
         return cast(FullyShardedDataParallel, copying.copy_wrapper(self._unit, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -487,7 +487,9 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
         return True  # as any module, also one without a length: programs write `reference or model`
 
     def _as_root(self, what: str) -> Root:
-        """The units under this one, for the call `what`. Refuses inner units, and calls in a forward or backward."""
+        """Return the units under this one, for the call `what`. Refuses inner units, and calls in a forward or
+        backward.
+        """
         unit = self._unit
         if unit.root is not None and not unit.is_root:
             raise EngineError(

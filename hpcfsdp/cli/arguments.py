@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("patterns", metavar="PATTERN", nargs="*", default=[], help=text)
 
     def format_help(self) -> str:
-        """The help of argparse, and the examples below it."""
+        """Return the help of argparse, and the examples below it."""
         return f"{super().format_help()}\nexamples:\n" + "".join(f"  {line}\n" for line in self.examples)
 
     def error(self, message: str) -> NoReturn:
@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{verb}: {message}{self._nearest_option(message)} ({self.prog} --help shows the usage)")
 
     def _nearest_option(self, message: str) -> str:
-        """The end of argparse's message about unknown arguments: the option that resembles the first one."""
+        """Return the end of argparse's message about unknown arguments: the option that resembles the first one."""
         unknown = [word for word in message.split() if word.startswith("--")]
         if not message.startswith("unrecognized arguments:") or not unknown:
             return ""
@@ -59,7 +59,7 @@ _PREFIXES = " KMGT"
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """Return a whole number above 0."""
     count = int(text) if text.isdecimal() else 0
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
@@ -67,7 +67,7 @@ def positive(text: str) -> int:
 
 
 def number_in(low: float, above: float, what: str) -> Callable[[str], float]:
-    """The type of numbers from `low` to below `above`; `what` says it in the message."""
+    """Return the type of numbers from `low` to below `above`; `what` says it in the message."""
 
     def read(text: str) -> float:
         value = math.nan

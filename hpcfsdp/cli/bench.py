@@ -59,7 +59,7 @@ _EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser("bench", "Measure hpcfsdp and its peers in one run, on as many ranks as mpirun starts.", _EXAMPLES)
     made.add_argument("what", choices=_KINDS, metavar="WHAT", help=_HELP)
     # hpcfsdp.bench.run has the defaults.
@@ -116,7 +116,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Collective over all processes of the job. Measure, print on rank 0, and return the exit code."""
+    """Measure, print on rank 0, and return the exit code. Collective over all processes of the job."""
     try:
         return _main(arguments)
     except HpcfsdpError as error:

@@ -45,7 +45,7 @@ def run_all(options: argparse.Namespace) -> int:
 
 
 def _lines(found: Mapping[str, Any], before: Mapping[str, Any] | None) -> Iterator[str]:
-    """The summary, the comparison, and the table of each part."""
+    """Yield the summary, the comparison, and the table of each part."""
     yield from (suite.about(found), "")
     yield from markdown(("benchmark", "ratio", "median", "min-max", "better if"), _summary(suite.ratios(found)))
     if before is not None:

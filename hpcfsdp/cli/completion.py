@@ -30,7 +30,7 @@ class Words:
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser(
         "completion", "Print a script with which a shell completes hpcfsdp's verbs, options and files.", _EXAMPLES
     )
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def words_of(module: object) -> Words:
-    """The words of a verb, from the parser that its module makes."""
+    """Return the words of a verb, from the parser that its module makes."""
     found = Words()
     for action in module.parser()._actions:
         choices = tuple(map(str, action.choices)) if action.choices else ()

@@ -34,7 +34,7 @@ _EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser(
         "diff",
         "Compare B with A: tensors bit by bit, and all other values. The date, the number of ranks and the version of "

@@ -26,7 +26,7 @@ _EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser(
         "doctor",
         "Check Python, torch, MPI, HDF5, devices, cores and the network, and give a remedy for each problem. "
@@ -38,7 +38,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Collective over all processes of the job. Examine and print; the exit code is the same on every rank."""
+    """Examine and print; the exit code is the same on every rank. Collective over all processes of the job."""
     options = parser().parse_args(arguments)
     if not options.timeout > 0:
         raise UsageError(f"--timeout must be a positive number of seconds, not {options.timeout:g}")
@@ -51,7 +51,7 @@ def _print_as_json(diagnosis: Diagnosis) -> None:
 
 
 def _print_as_text(diagnosis: Diagnosis) -> None:
-    """One line for each finding; on a terminal its remedy on the next line."""
+    """Print one line for each finding; on a terminal its remedy on the next line."""
     if sys.stdout.isatty() and env.launcher_rank() is None:  # mpirun gives its ranks terminals that are not the user's
         _print_on_terminal(diagnosis.findings)
     else:

@@ -25,7 +25,7 @@ _EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser(
         "export",
         "Write the model of a checkpoint in another format. Every byte is checked against its checksum; a file appears "

@@ -31,7 +31,7 @@ class Listing:
 
 
 def list_folder(folder: Path) -> Listing:
-    """The checkpoints in a folder and in its checkpoints/, whatever their names: their content decides.
+    """Return the checkpoints in a folder and in its checkpoints/, whatever their names: their content decides.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -81,7 +81,7 @@ def _list_one(folder: Path) -> Listing:
 
 
 def size_of(path: Path) -> int | None:
-    """Bytes of a file, or of a dangling link; None for a missing file."""
+    """Return bytes of a file, or of a dangling link; None for a missing file."""
     for look in (os.stat, os.lstat):
         with contextlib.suppress(OSError):
             return look(path).st_size

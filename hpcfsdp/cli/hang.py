@@ -25,7 +25,7 @@ _EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser(
         "hang",
         "Ask the ranks of a running job where they are: what each waits in, which ranks have not come, and Python "
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _answers(inquiry: Inquiry, request: HangRequest, wait_s: float) -> dict[str, list[dict[str, Any]]]:
-    """What each job's nodes have answered."""
+    """Return what each job's nodes have answered."""
     found: dict[str, list[dict[str, Any]]] = {}
     until_s = time.monotonic() + wait_s
     while time.monotonic() < until_s:

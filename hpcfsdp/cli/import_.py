@@ -20,7 +20,7 @@ _EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser(
         "import",
         "Write a checkpoint with the model, and the optimizer's state if there is one, of another program. No code in "

@@ -28,7 +28,7 @@ _EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser(
         "ls",
         "List the checkpoints in folders (also that of a run), whatever their names, or the tensors in a checkpoint. "
@@ -70,7 +70,7 @@ def _list_checkpoints(paths: Sequence[Path], json: bool) -> int:
 
 
 def _entry(path: Path, is_listed: bool) -> Iterator[dict[str, Any]]:
-    """The facts of a checkpoint, or its error; none of a listed file that has been removed since."""
+    """Yield the facts of a checkpoint, or its error; none of a listed file that has been removed since."""
     entry: dict[str, Any] = {"file": str(path), "bytes": size_of(path)}
     try:
         index = open_index(path)
@@ -87,7 +87,7 @@ def _entry(path: Path, is_listed: bool) -> Iterator[dict[str, Any]]:
 
 
 def _last_loss(index: CheckpointIndex) -> dict[str, Any]:
-    """The last value of the metric "loss", or of the first with "loss" in its name, and its name and step."""
+    """Return the last value of the metric "loss", or of the first with "loss" in its name, and its name and step."""
     for name in sorted((name for name in index.metrics if "loss" in name), key=lambda name: name != "loss"):
         steps, values = index.metrics[name]
         if len(steps):

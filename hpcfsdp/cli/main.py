@@ -58,7 +58,7 @@ EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def usage() -> str:
-    """The text of ``hpcfsdp --help``."""
+    """Return the text of ``hpcfsdp --help``."""
     return _USAGE.format(verbs="\n".join(f"  {verb:10} {text}" for verb, (_, text) in VERBS.items()))
 
 

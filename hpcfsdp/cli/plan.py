@@ -40,7 +40,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser(
         "plan",
         "Predict the memory of the worst rank, the traffic and the time of a step, and the size of checkpoints, for "
@@ -205,7 +205,7 @@ def _refuse_unused(options: argparse.Namespace, given: str) -> None:
 
 
 def _source(options: argparse.Namespace, per_node: int) -> tuple[ModelSource, int]:
-    """The model, and the backwards in a step."""
+    """Return the model, and the backwards in a step."""
     from hpcfsdp.plan import models  # with torch
 
     batch, sequence = options.batch or 1, options.sequence or 4096

@@ -35,7 +35,7 @@ _EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser(
         "plot",
         "Draw the tensors or curves of checkpoints, several on top of each other. Tensors are checked against their "
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _file_of(path: Path) -> Path:
-    """The file itself, or the newest sound checkpoint of a folder."""
+    """Return the file itself, or the newest sound checkpoint of a folder."""
     if not os.path.isdir(path):  # not Path.is_dir, which raises where a parent folder may not be searched
         return path
     steps = {}
@@ -98,7 +98,7 @@ def _file_of(path: Path) -> Path:
 
 
 def _labels(files: Sequence[Path]) -> list[str]:
-    """Names that distinguish the files: without their folders where these are not needed."""
+    """Return names that distinguish the files: without their folders where these are not needed."""
     names = [file.name for file in files]
     labels = names if len(set(names)) == len(names) else [str(file) for file in files]
     return [label if labels.count(label) == 1 else f"{label} ({place + 1})" for place, label in enumerate(labels)]

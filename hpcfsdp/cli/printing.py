@@ -35,7 +35,7 @@ class Brief(str):
 
 
 def console(*, moving: bool = False) -> Console:
-    """A console on stdout, a terminal. Give it printable text only: ``shown``.
+    """Return a console on stdout, a terminal. Give it printable text only: ``shown``.
 
     Args:
         moving: for a display that moves the cursor.
@@ -84,7 +84,7 @@ def _ellipsis() -> str:
 def _lines(
     cells: list[list[str]], kinds: list[str], width: int, ellipsis: str, notes: Sequence[str] = ()
 ) -> Iterator[str]:
-    """The lines of a table whose first row is the header, with a note below each row that has one."""
+    """Yield the lines of a table whose first row is the header, with a note below each row that has one."""
     widths = [max(_width(row[place]) for row in cells) for place in range(len(kinds))]
     fitted = [min(size, _LEAST.get(kind, size)) for size, kind in zip(widths, kinds, strict=True)]
     spare = width - len(_GAP) * (len(kinds) - 1) - sum(fitted)
@@ -106,7 +106,7 @@ def _lines(
 
 
 def _row(row: list[str], kinds: list[str], widths: list[int], ellipsis: str) -> Iterator[str]:
-    """A row of the table; several lines where prose is wrapped."""
+    """Yield a row of the table; several lines where prose is wrapped."""
     parts = [
         _wrapped(cell, size) if kind == "text" else [_shortened(cell, size, ellipsis) if kind == "name" else cell]
         for cell, kind, size in zip(row, kinds, widths, strict=True)
@@ -150,7 +150,9 @@ def _flowing(parts: list[str], width: int) -> Iterator[str]:
 
 
 def _shortened(name: str, size: int, ellipsis: str) -> str:
-    """A name without its middle, so that it is at most `size` columns wide; its end matters more than its beginning."""
+    """Return a name without its middle, so that it is at most `size` columns wide; its end matters more than its
+    beginning.
+    """
     if _width(name) <= size:
         return name
     room = size - len(ellipsis)
@@ -196,7 +198,7 @@ def readable_number(value: Any) -> str:
 
 
 def readable_date(date: str) -> str:
-    """A date of a checkpoint, ISO 8601; on a terminal without seconds and time zone."""
+    """Return a date of a checkpoint, ISO 8601; on a terminal without seconds and time zone."""
     return Brief(date, date[:16].replace("T", " ") if date.endswith("+00:00") else date)
 
 
@@ -205,7 +207,7 @@ DATE = Brief("date", "date (UTC)")
 
 
 def plain_value(value: Any) -> Any:
-    """A value of a checkpoint for JSON: arrays by their shape and dtype, NaN and infinity as text."""
+    """Return a value of a checkpoint for JSON: arrays by their shape and dtype, NaN and infinity as text."""
     if isinstance(value, dict):
         return {plain_value(key): plain_value(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -221,7 +223,8 @@ _LONGEST_LIST = 8
 
 
 def shortened(value: Any) -> Any:
-    """A nested value for people: a list of more than 8 single values as text with its length, its first and its last.
+    """Return a nested value for people: a list of more than 8 single values as text with its length, its first and its
+    last.
 
     Lists of dicts or of lists keep their length.
     """

@@ -25,7 +25,7 @@ _EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser(
         "prune",
         "Remove old checkpoints of a folder (also that of a run), and files of killed saves (.*.partial), those of "
@@ -76,13 +76,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _folder_of(folder: Path) -> Path:
-    """The folder of the checkpoints, given that of the run or their own."""
+    """Return the folder of the checkpoints, given that of the run or their own."""
     inner = folder / "checkpoints"
     return inner if not checkpoint_files(folder) and inner.is_dir() else folder
 
 
 def _is_foreign(path: Path) -> bool:
-    """Whether another program wrote this HDF5 file."""
+    """Return whether another program wrote this HDF5 file."""
     try:
         return path.is_file() and is_hdf5(path) and not is_checkpoint(path)
     except OSError:  # gone, or not readable
@@ -90,7 +90,7 @@ def _is_foreign(path: Path) -> bool:
 
 
 def _entries(removal: retention.Removal, left_behind: Sequence[Path]) -> list[dict[str, Any]]:
-    """The files, and whether they go, lowest step first."""
+    """Return the files, and whether they go, lowest step first."""
     entries: list[dict[str, Any]] = []
     for path in sorted([*removal.going, *removal.staying], key=lambda path: (step_of(path), path)):
         entry = {"file": str(path), "step": step_of(path), "bytes": size_of(path) or 0, "goes": path in removal.going}

@@ -23,7 +23,7 @@ _EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser(
         "report",
         "Write a page about a run that goes on or has ended: findings with remedies, figures of loss, throughput, "

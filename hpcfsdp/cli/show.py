@@ -26,7 +26,7 @@ _EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser(
         "show", "Show facts of a checkpoint, or of one of its tensors (checked against its checksums).", _EXAMPLES
     )
@@ -130,7 +130,7 @@ def _readable(key: str, value: Any) -> str:
 
 
 def _for_yaml(value: Any) -> Any:
-    """A value with types that YAML has."""
+    """Return a value with types that YAML has."""
     if isinstance(value, dict):
         return {_for_yaml(key): _for_yaml(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

@@ -24,7 +24,7 @@ _EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser(
         "stats",
         "Minimum, maximum, mean and norm of the finite elements of each tensor (of complex ones, minimum and maximum "

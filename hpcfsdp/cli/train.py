@@ -42,12 +42,12 @@ EXAMPLES = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     return configuration.parser_of(RunConfig, _PROG)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Collective over all processes of the job. Train; the exit code is the same on every rank."""
+    """Train; the exit code is the same on every rank. Collective over all processes of the job."""
     if {"-h", "--help"} & set(arguments):
         print(parser().format_help() + "\nexamples:\n" + "".join(f"  {line}\n" for line in EXAMPLES), end="")
         return 0
@@ -87,7 +87,7 @@ def _main(arguments: Sequence[str], comm: Any, stop: Preemption) -> int:
 
 
 def run(config: RunConfig, world: World, stop: Preemption) -> Outcome:
-    """Collective over all ranks. Run the training that `config` describes, as the only job in the folder of the run."""
+    """Run the training that `config` describes, as the only job in the folder of the run. Collective over all ranks."""
     from hpcfsdp.comm.agree import raise_together  # as above
     from hpcfsdp.examples.gpt.loop import Trainer
     from hpcfsdp.observe.trackers import check_trackers
@@ -136,7 +136,7 @@ class _Command(Callbacks):
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    """The figures of a step in a line of the log."""
+    """Return the figures of a step in a line of the log."""
     loss, norm, rate = (float(record[name]) for name in ("loss", "grad_norm", "lr"))
     return (
         f"loss {loss:.4f} ({loss / math.log(2):.3f} bits/byte) norm {norm:.3f} lr {rate:.2e} "

@@ -27,7 +27,7 @@ _EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser(
         "verify",
         "Check every byte of checkpoints, and list all faults. Exit code 4: a file is damaged, not finished or not a "
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _files(paths: Sequence[Path]) -> list[tuple[Path, bool]]:
-    """The files of the arguments, and whether they were found in a folder."""
+    """Return the files of the arguments, and whether they were found in a folder."""
     found: list[tuple[Path, bool]] = []
     for path in paths:
         # Not Path.is_dir, which raises where a parent folder may not be searched.
@@ -68,7 +68,7 @@ def _files(paths: Sequence[Path]) -> list[tuple[Path, bool]]:
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    """The facts of a file, or the error that kept it from being read."""
+    """Return the facts of a file, or the error that kept it from being read."""
     try:
         with byte_progress(f"verify {path.name}", size_of(path) or 0) as advance:
             report = verify_file(path, advance)
@@ -85,7 +85,7 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def _print(entry: dict[str, Any]) -> None:
-    """A line for a file, and one for each fault."""
+    """Print a line for a file, and one for each fault."""
     path = entry["file"]
     if "error" in entry:
         print_line(f"{path}: {entry['error']['message']}")

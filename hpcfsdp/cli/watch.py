@@ -31,7 +31,7 @@ _EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     made = Parser(
         "watch",
         "Follow a run from any node that sees its folder: step, loss, throughput, waits, memory, the slowest rank, the "
@@ -141,7 +141,7 @@ def _waiting(folder: Path) -> str:
 
 
 def _drawn(folder: Path, view: View | None) -> Any:
-    """What a terminal shows."""
+    """Return what a terminal shows."""
     from rich.table import Table
     from rich.text import Text
 

@@ -28,7 +28,7 @@ class Exchange:
 
 @contextlib.contextmanager
 def raise_together(comm: Communicator | Grid) -> Iterator[Exchange]:
-    """Collective over `comm`, at its end. If the block raises on any rank, every rank raises.
+    """Raise on every rank if the block raises on any. Collective over `comm`, at its end.
 
     The block itself must not call collectives on `comm`: a rank that fails would not take part. Ranks on which the
     block succeeded raise the error of the lowest rank that failed, and name that rank. Errors of other classes than
@@ -50,7 +50,7 @@ def raise_together(comm: Communicator | Grid) -> Iterator[Exchange]:
 
 
 def of_rank_0(comm: Communicator, make: Callable[[], T]) -> T:
-    """Collective over `comm`. Return what `make` returns on rank 0, which alone calls it, or raise its error.
+    """Return what `make` returns on rank 0, which alone calls it, or raise its error. Collective over `comm`.
 
     Raises:
         Exception: on rank 0, raised by `make`; on other ranks as from ``raise_together``.
@@ -88,7 +88,7 @@ def _received(rank: int, kind: str, message: str, named: bool) -> Exception:
 
 @contextlib.contextmanager
 def raise_together_over(comms: Iterable[Communicator]) -> Iterator[None]:
-    """Collective over each of `comms`, at its end; in a grid, along each of its dimensions. See ``raise_together``."""
+    """See ``raise_together``. Collective over each of `comms`, at its end; in a grid, along each of its dimensions."""
     with contextlib.ExitStack() as stack:
         for comm in comms:
             stack.enter_context(raise_together(comm))
@@ -96,7 +96,7 @@ def raise_together_over(comms: Iterable[Communicator]) -> Iterator[None]:
 
 
 def assert_same(comm: Communicator, value: Any, what: str) -> None:
-    """Collective over `comm`. Raise on every rank unless `value` (small and comparable) is equal on all of them."""
+    """Raise on every rank unless `value` (small and comparable) is equal on all of them. Collective over `comm`."""
     values = comm.all_gather_object(value)
     for rank, other in enumerate(values):
         if other != values[0]:

@@ -218,7 +218,7 @@ class Communicator:
         return self._broadcast_object(value, src)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        """Collective over `ranks`, ascending ranks of this communicator. Return a communicator of these."""
+        """Return a communicator of these. Collective over `ranks`, ascending ranks of this communicator."""
         members = list(ranks)
         if self.rank not in members or members != sorted(set(members) & set(range(self.size))):
             raise CommunicationError(
@@ -297,19 +297,19 @@ class Grid:
         self.device = inner.device
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Collective over all ranks of the grid. Return their values in rank order."""
+        """Return their values in rank order. Collective over all ranks of the grid."""
         parts = self._outer.all_gather_object(self._inner.all_gather_object(value))
         return [other for part in parts for other in part]
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """Collective over all ranks of the grid. Return the value of rank `src`."""
+        """Return the value of rank `src`. Collective over all ranks of the grid."""
         row, place = divmod(src, self._inner.size)
         if self._outer.rank == row:
             value = self._inner.broadcast_object(value, place)
         return self._outer.broadcast_object(value, row)
 
     def broadcast(self, tensor: Any, src: int) -> None:
-        """Collective over all ranks of the grid. `tensor` becomes the tensor of rank `src`."""
+        """`tensor` becomes the tensor of rank `src`. Collective over all ranks of the grid."""
         row, place = divmod(src, self._inner.size)
         if self._outer.rank == row:
             self._inner.broadcast(tensor, place)

@@ -116,6 +116,6 @@ def _numbers(topology: Topology, dimensions: Mapping[str, Extent]) -> dict[str, 
 
 @_compat.outside_of_modes
 def make_mesh(plan: MeshPlan, device_type: str) -> DeviceMesh:
-    """Collective over all ranks. Return the plan as a ``DeviceMesh``, with a process group for each of its lines."""
+    """Return the plan as a ``DeviceMesh``, with a process group for each of its lines. Collective over all ranks."""
     ranks = torch.tensor(plan.ranks, dtype=torch.int64).view(plan.shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=plan.names)

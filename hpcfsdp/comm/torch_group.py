@@ -50,7 +50,7 @@ class TorchGroupCommunicator(Communicator):
 
     @_compat.outside_of_modes
     def divide(self, nodes: Topology) -> None:
-        """Collective over the group. Make averages of narrow values within nodes first, and then across them.
+        """Make averages of narrow values within nodes first, and then across them. Collective over the group.
 
         Each node sends the bytes of one rank, as with a ring. Without this it sends those of all of its ranks. Nodes
         of different sizes change nothing.

@@ -175,7 +175,7 @@ class Leaves:
         self._renew_accumulators()
 
     def take_back(self) -> None:
-        """A forward with gradients begins: the program has computed at rest what it wanted to, see ``list``."""
+        """Begin a forward with gradients: the program has computed at rest what it wanted to, see ``list``."""
         if self._are_listed:
             self._are_listed = False
             self._renew_accumulators()
@@ -270,7 +270,7 @@ class Leaves:
                     param.grad = None
 
     def _has_hooks(self, param: nn.Parameter) -> bool:
-        """Whether users' hooks or optimizers wait for the gradient of a parameter."""
+        """Return whether users' hooks or optimizers wait for the gradient of a parameter."""
         hooks = _compat.hooks_after_accumulation(param)
         own = param in self._hooked
         return bool(hooks and len(hooks) > own) or hasattr(param, _compat.STEPPED_IN_BACKWARD)
@@ -291,12 +291,12 @@ class _DeferredHook:
 
 
 def _accumulator_of(leaf: torch.Tensor) -> Any:
-    """The graph's node that adds to the gradient of a leaf; None if it does not require one."""
+    """Return the graph's node that adds to the gradient of a leaf; None if it does not require one."""
     return leaf.view_as(leaf).grad_fn.next_functions[0][0] if leaf.requires_grad else None
 
 
 def will_run(node: Any) -> bool:
-    """Whether the running backward will run a node of the graph."""
+    """Return whether the running backward will run a node of the graph."""
     try:
         return node is not None and _compat.will_run(node)
     except RuntimeError:  # a leaf passed to torch.autograd.grad: its gradient goes to the caller

@@ -339,7 +339,7 @@ class Arguments:
         return nodes, any(view.grad_fn is not node for view, node in self._views)
 
     def _is_unchanged(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is an argument that the module has not changed."""
+        """Return whether the tensor is an argument that the module has not changed."""
         return id(tensor) in self._nodes and self._nodes[id(tensor)] is tensor.grad_fn
 
     def _replace(self, tensor: torch.Tensor, in_object: bool) -> torch.Tensor:
@@ -362,7 +362,7 @@ class Arguments:
 
 
 def needs_hook(tensor: torch.Tensor) -> bool:
-    """Whether a computed tensor may get a gradient."""
+    """Return whether a computed tensor may get a gradient."""
     return tensor.requires_grad and not tensor.is_leaf
 
 
@@ -387,7 +387,7 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def _classify(kind: type) -> str:
-    """Whether to search instances of a type (open), pass over them (silent), or warn about them (opaque)."""
+    """Return whether to search instances of a type (open), pass over them (silent), or warn about them (opaque)."""
     if issubclass(kind, _NO_OUTPUTS):
         return _SILENT
     if issubclass(kind, _OPEN_IN_STDLIB) or _compat.is_registered(kind):
@@ -428,7 +428,7 @@ def _set_slot(owner: Any, slot: types.MemberDescriptorType, item: Any) -> None:
 
 
 def _slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
-    """The slots that Python classes have declared; those of C types must not be written to."""
+    """Return the slots that Python classes have declared; those of C types must not be written to."""
     known = _SLOTS.get(kind)
     if known is None:
         declared = (member for base in kind.__mro__ if "__slots__" in vars(base) for member in vars(base).values())
@@ -440,7 +440,9 @@ def _slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
 
 
 def _copied(visit: Callable[[Any], Any], container: Any) -> Any:
-    """A copy of `container`, with the results of `visit` for its items; itself if they are the same, or it has none."""
+    """Return a copy of `container`, with the results of `visit` for its items; itself if they are the same, or it has
+    none.
+    """
     if type(container) is tuple:
         mapped = tuple(map(visit, container))
         return container if all(map(operator.is_, mapped, container)) else mapped
@@ -453,7 +455,7 @@ def _copied(visit: Callable[[Any], Any], container: Any) -> Any:
 
 
 def _parts(value: Any) -> tuple[list[Any], _Copy] | None:
-    """The items of a container, and the function that copies it with others; None for what is no container.
+    """Return the items of a container, and the function that copies it with others; None for what is no container.
 
     Does not use what a subclass of a container may have overridden.
     """

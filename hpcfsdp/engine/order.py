@@ -195,7 +195,7 @@ class Order:
         return self._comm.departed() if hasattr(self._comm, "departed") else set()
 
     def _confirm(self, event: Event) -> None:
-        """Collective over `comm`. Wait until all ranks are about to do `event`, which is new."""
+        """Wait until all ranks are about to do `event`, which is new. Collective over `comm`."""
         depth = self._at.depth + 1
         text = self._text(event, depth)
         store = _compat.default_store() if self.iterations > 1 else None
@@ -219,12 +219,12 @@ class Order:
         return f"{_describe(event)} (event {depth} of {self.step})"
 
     def _label_of(self, event: Event, parent: Node) -> str:
-        """The name of the wait for what is new; the same on all ranks that reach it, then and later."""
+        """Return the name of the wait for what is new; the same on all ranks that reach it, then and later."""
         expected = " or ".join(_describe(known) for known in parent.children if known != event) or "nothing"
         return f"{self._text(event, parent.depth + 1)}, where in earlier steps it reached {expected}"
 
     def _first_difference(self, paths: Sequence[Sequence[str]]) -> DisagreementError | None:
-        """The error that names the first place in which `paths` of all ranks differ; None if they are the same."""
+        """Return the error that names the first place where `paths` of ranks differ; None if they are the same."""
         for rank, other in enumerate(paths):
             for index, (first, second) in enumerate(zip_longest(paths[0], other, fillvalue="nothing more")):
                 if first != second:

@@ -122,7 +122,7 @@ class Root:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which backwards keep gradients back instead of reducing them."""
+        """Return a context in which backwards keep gradients back instead of reducing them."""
         before = [unit.keeps_back for unit in self.units]
         for unit in self.units:
             unit.keeps_back = True
@@ -181,7 +181,7 @@ class Root:
                     comm.labelled_barrier(f"reshard within {self.units[0].name!r}")
 
     def _await_reads_by_gathers(self) -> None:
-        """The program may write shards in host memory next."""
+        """Prepare for a program that may write shards in host memory next."""
         if self._host_shards:
             self._streams.wait(Stream.HOST, self._streams.record(Stream.GATHER), Wait.SHARDS_READ)
 
@@ -264,7 +264,7 @@ class Root:
             self.reshard(self.units)
 
     def before_step(self, params: Collection[nn.Parameter]) -> None:
-        """An optimizer steps `params` next. Collective as ``reshard`` if some are of this root."""
+        """Prepare for a step of an optimizer on `params`. Collective as ``reshard`` if some are of this root."""
         # Others may be of a model that is gone, and that the ranks have forgotten at different times.
         stepped = [
             unit
@@ -407,7 +407,7 @@ class Root:
         unit.pre_backward(call)
 
     def _begin_backward(self) -> None:
-        """The first unit of this backward has got a gradient."""
+        """Begin a backward: its first unit has got a gradient."""
         if self.in_backward:
             return
         self.in_backward = True
@@ -535,6 +535,6 @@ class Root:
 
 
 def _runs_backward(root: weakref.ref[Root]) -> bool:
-    """Whether the calling thread is in a backward of units of a root."""
+    """Return whether the calling thread is in a backward of units of a root."""
     found = root()
     return found is not None and found.in_backward and _compat.in_backward()

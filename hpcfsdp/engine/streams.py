@@ -192,7 +192,7 @@ class DeviceStreams:
     overlap = True
 
     def __init__(self, device: torch.device) -> None:
-        """Raises an ``EngineError`` where the allocator does not keep memory apart by streams."""
+        """Raise an ``EngineError`` where the allocator does not keep memory apart by streams."""
         if not accelerator.frees_by_stream(device):
             raise EngineError(
                 f"the allocator of {device} is cudaMallocAsync, which may give memory that hpcfsdp has freed to "
@@ -246,7 +246,7 @@ class DeviceStreams:
             self._stream(stream).wait_event(event)
 
     def proceed(self) -> None:
-        """The device needs no call for that."""
+        """Do nothing: the device needs no call for that."""
 
     def drain(self) -> None:
         for stream in self._device_streams.values():  # the program waits too: it may free or write host memory next

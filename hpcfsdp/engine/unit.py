@@ -436,12 +436,12 @@ class Unit:
                 self.context.reductions.enqueue(grad)
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor views unsharded parameters of the unit."""
+        """Return whether a tensor views unsharded parameters of the unit."""
         parts = (tensor,) if type(tensor) is torch.Tensor else _compat.inner_tensors(tensor)
         return any(flat.owns_memory_of(part) for flat in self.sharded_params for part in parts)
 
     def _lend(self, output: torch.Tensor) -> torch.Tensor:
-        """An output of the forward for the program: it must not be a leaf, which may show other data later."""
+        """Return an output of the forward for the program: it must not be a leaf, which may show other data later."""
         if not self._is_own(output):
             return output
         if not self.values_outlive_forward:
@@ -509,7 +509,7 @@ def _output_hook(unit: Unit, call: ForwardCall, before_backward: BeforeBackward)
 
 
 def _weak_hook(function: Callable[[Any, Any], None], first: Any, second: Any) -> Hook:
-    """A hook that calls `function` with two objects as long as both live. It does not keep them alive."""
+    """Return a hook that calls `function` with two objects as long as both live. It does not keep them alive."""
     # The unit holds its leaves: a strong reference from a leaf back to it would be a cycle.
     weak_first, weak_second = weakref.ref(first), weakref.ref(second)
 

@@ -251,7 +251,7 @@ class Departures:
         return self.gone
 
     def complete(self, has_left: bool) -> None:
-        """Collective over `comm`. Complete all messages: MPI must not end with messages in progress.
+        """Complete all messages: MPI must not end with messages in progress. Collective over `comm`.
 
         Args:
             has_left: whether this rank has told the others that it has left.
@@ -266,7 +266,7 @@ class Departures:
 
 
 def install(comm: Any) -> None:
-    """Collective over `comm`, an mpi4py communicator of all ranks. Install the hooks of this module, once."""
+    """Install the hooks of this module, once. Collective over `comm`, an mpi4py communicator of all ranks."""
     global _departures, _process
     if comm.size == 1 or _departures is not None:
         return
@@ -323,7 +323,7 @@ def _make_exit(status: Any) -> _Exit:
 
 
 def _leave() -> None:
-    """Collective over all processes of the job. Every rank runs this when its program ends."""
+    """End a rank: each runs this when its program ends. Collective over all processes of the job."""
     from mpi4py import MPI
 
     if _departures is None or os.getpid() != _process or MPI.Is_finalized():

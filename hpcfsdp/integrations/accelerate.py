@@ -102,7 +102,7 @@ class ShardedAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Collective over all ranks. The model in ``FullyShardedDataParallel``, for evaluation alone, too.
+        """Return the model in ``FullyShardedDataParallel``, for evaluation alone, too. Collective over all ranks.
 
         `device_placement` does not matter: the ranks' device holds the shards. Calls of the model inside, and its
         ``generate``, are collective from now on, too.
@@ -123,7 +123,7 @@ class ShardedAccelerator(Accelerator):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Collective over all ranks. Clip the gradients of one prepared model to a total norm over all ranks.
+        """Clip the gradients of one prepared model to a total norm over all ranks. Collective over all ranks.
 
         Args:
             parameters: ``model.parameters()``, all of them or all that are trained.
@@ -146,7 +146,7 @@ class ShardedAccelerator(Accelerator):
         )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Collective over all ranks. Whole tensors on the CPU of rank 0, {} on other ranks."""
+        """Whole tensors on the CPU of rank 0, {} on other ranks. Collective over all ranks."""
         if not isinstance(model, FullyShardedDataParallel):
             return super().get_state_dict(model, unwrap)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -155,7 +155,7 @@ class ShardedAccelerator(Accelerator):
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, *, step: int = 0
     ) -> Path:
-        """Collective over all ranks. Save models, optimizers, schedulers and random numbers to HDF5.
+        """Save models, optimizers, schedulers and random numbers to HDF5. Collective over all ranks.
 
         The first model is checkpoint.h5 in the folder, with all that is registered for checkpointing; further models
         are checkpoint_1.h5 and so on.
@@ -185,7 +185,7 @@ class ShardedAccelerator(Accelerator):
         return folder
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> CheckpointInfo:
-        """Collective over all ranks. Load what ``save_state`` has saved, by any number of ranks.
+        """Load what ``save_state`` has saved, by any number of ranks. Collective over all ranks.
 
         Args:
             input_dir: the folder; None with automatic_checkpoint_naming: the newest.
@@ -211,7 +211,7 @@ class ShardedAccelerator(Accelerator):
             tracker.finish()
 
     def _pairs(self, call: str) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
-        """Each prepared model, with the optimizer that steps its parameters."""
+        """Return each prepared model, with the optimizer that steps its parameters."""
         pairs, left = [], [plain_optimizer(optimizer) for optimizer in self._optimizers]
         for model in self._models:
             own = {id(parameter) for parameter in model.parameters()}
@@ -232,7 +232,7 @@ class ShardedAccelerator(Accelerator):
         return found | ({} if self.scaler is None else {"scaler": self.scaler})
 
     def _new_folder(self, given: str | os.PathLike[str] | None) -> Path:
-        """Collective over all ranks. The folder of the next checkpoint."""
+        """Return the folder of the next checkpoint. Collective over all ranks."""
         if not self.project_configuration.automatic_checkpoint_naming:
             if given is None:
                 raise CheckpointError("save_state: give a folder, or set automatic_checkpoint_naming")
@@ -244,7 +244,7 @@ class ShardedAccelerator(Accelerator):
         return folder
 
     def _remove_old(self) -> None:
-        """Collective over all ranks. Keep the newest checkpoints; called when the new one is complete."""
+        """Keep the newest checkpoints; called when the new one is complete. Collective over all ranks."""
         naming, world = self.project_configuration, running_world()
         if not naming.automatic_checkpoint_naming or naming.total_limit is None:
             return
@@ -255,7 +255,7 @@ class ShardedAccelerator(Accelerator):
                     shutil.rmtree(path)
 
     def _newest_folder(self) -> Path:
-        """Collective over all ranks."""
+        """Return the newest folder of the project. Collective over all ranks."""
         if not self.project_configuration.automatic_checkpoint_naming:
             raise CheckpointError("load_state: give the folder of a checkpoint, or set automatic_checkpoint_naming")
         found = sorted(self._checkpoints().glob("checkpoint_*"), key=_number) if running_world().rank == 0 else []
@@ -295,7 +295,7 @@ def _route_calls(sharded: FullyShardedDataParallel) -> None:
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer in accelerate's wrapper."""
+    """Return the optimizer in accelerate's wrapper."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

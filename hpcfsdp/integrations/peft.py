@@ -29,7 +29,8 @@ from hpcfsdp.state.wrappers import clean_fqn
 
 @public_call("adapter_state_dict")
 def adapter_state_dict(model: nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
-    """Collective over the model's ranks. An adapter's whole tensors on rank 0, under PEFT's names; {} on other ranks.
+    """Return an adapter's whole tensors on rank 0, under PEFT's names; {} on other ranks. Collective over the model's
+    ranks.
 
     It gathers the adapter alone: the frozen model stays in shards.
 
@@ -58,7 +59,7 @@ def adapter_state_dict(model: nn.Module, adapter: str = "default") -> dict[str, 
 
 
 def _prompts(model: nn.Module, inner: PeftModel, adapter: str) -> contextlib.AbstractContextManager[None]:
-    """Collective over the model's ranks. A context in which PEFT may compute the prompts that it saves."""
+    """Return a context in which PEFT may compute the prompts that it saves. Collective over the model's ranks."""
     if not inner.peft_config[adapter].is_prompt_learning:
         return contextlib.nullcontext()
     return FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False)
@@ -77,7 +78,7 @@ def _selected_by_peft(inner: PeftModel, whole: dict[str, torch.Tensor], adapter:
 
 @public_call("save_adapter")
 def save_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str = "default") -> None:
-    """Collective over the model's ranks. Write an adapter as ``PeftModel.from_pretrained(base, folder)`` loads it.
+    """Write an adapter as ``PeftModel.from_pretrained(base, folder)`` loads it. Collective over the model's ranks.
 
     Rank 0 writes adapter_model.safetensors and adapter_config.json. It gathers the adapter alone.
 
@@ -107,7 +108,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str 
 
 
 def tensors_of_adapter(model: nn.Module, adapter: str = "default") -> list[str]:
-    """Names in the model of an adapter's tensors, and of all that is trained with it. Not collective."""
+    """Return names in the model of an adapter's tensors, and of all that is trained with it. Not collective."""
     inner = _peft_model(model, adapter)
     tensors = {tensor.name for tensor in model_tensors(model)}
     found = set(adapter_names(tensors, adapter)) if _is_plain_lora(inner, adapter) else set()
@@ -132,7 +133,7 @@ def _is_plain_lora(model: PeftModel, adapter: str) -> bool:
 
 @_compat.outside_of_modes
 def _whole_tensors(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Collective over the model's ranks. Some of its tensors, on the CPU of rank 0; {} on other ranks."""
+    """Return some of its tensors, on the CPU of rank 0; {} on other ranks. Collective over the model's ranks."""
     comm, chosen = communicator_of(model), set(names)
     tensors = [tensor for tensor in model_tensors(model) if chosen & {tensor.name, *tensor.aliases}]
     for buffer in buffers_of(tensors):

@@ -59,7 +59,8 @@ class Recipe:
     activation_checkpointing: bool = False
 
     def shard(self, model: nn.Module, precision: str = "no") -> FullyShardedDataParallel:
-        """Collective over all ranks. The model in ``FullyShardedDataParallel``; one that is in it already as it is.
+        """Return the model in ``FullyShardedDataParallel``; one that is in it already as it is. Collective over all
+        ranks.
 
         Args:
             precision: "no", "bf16" or "fp16", what to compute in where the options have no `mixed_precision`.
@@ -111,7 +112,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recipe_of(fsdp_config: Mapping[str, Any] | str | None, fsdp_options: Mapping[str, Any]) -> Recipe:
-    """The recipe of ``TrainingArguments.fsdp_config`` and of further options. Pure, except that a path is read.
+    """Return the recipe of ``TrainingArguments.fsdp_config`` and of further options. Pure, except that a path is read.
 
     Args:
         fsdp_config: as transformers takes it; names may begin with "fsdp_".
@@ -152,7 +153,7 @@ def recipe_of(fsdp_config: Mapping[str, Any] | str | None, fsdp_options: Mapping
 
 
 def _units(config: dict[str, Any]) -> tuple[tuple[str, ...] | None, dict[str, Any]]:
-    """The classes of layers, and the option for another policy; takes its settings out of `config`."""
+    """Return the classes of layers, and the option for another policy; takes its settings out of `config`."""
     least = int(config.pop("min_num_params", 0))
     names = config.pop("transformer_layer_cls_to_wrap", None)
     policy = config.pop("auto_wrap_policy", _BY_SIZE if least and names is None else _BY_LAYERS)
@@ -182,7 +183,7 @@ def _boolean(name: str, value: Any) -> bool:
 
 
 def refuse_given(holder: str, given: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raises UsageError for the first argument that is set, with the reason why it cannot be had."""
+    """Raise UsageError for the first argument that is set, with the reason why it cannot be had."""
     for name, why in reasons.items():
         if given.get(name) not in (None, False):
             raise UsageError(f"{holder}({name}={given[name]!r}) is not supported: {why}")

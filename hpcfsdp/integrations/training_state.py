@@ -57,7 +57,9 @@ class HeldGenerators:
 
     @contextlib.contextmanager
     def held_back(self, device: torch.device) -> Iterator[None]:
-        """A context around ``checkpoint.load``: generators are as before when it ends, and the new states are kept."""
+        """Return a context around ``checkpoint.load``: generators are as before when it ends, and the new states are
+        kept.
+        """
         before, self._device = rng.capture(device), device
         yield
         self._states = rng.capture(device)

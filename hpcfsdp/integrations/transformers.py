@@ -123,7 +123,7 @@ class ShardedTrainer(Trainer):
         """Nothing: ``FullyShardedDataParallel`` moves it unit by unit."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Collective over all ranks. The sharded model, for training and evaluation."""
+        """Return the sharded model, for training and evaluation. Collective over all ranks."""
         wrapped = self.model_wrapped
         if isinstance(wrapped, FullyShardedDataParallel) and wrapped.module is model:
             model = wrapped
@@ -149,7 +149,8 @@ class ShardedTrainer(Trainer):
         return mine * self._whole_numel // self.model.num_parameters(exclude_embeddings=True) if mine else 0
 
     def newest_checkpoint(self) -> str | None:
-        """Collective over all ranks. The folder of the newest complete checkpoint in `output_dir`, None without one.
+        """Return the folder of the newest complete checkpoint in `output_dir`, None without one. Collective over all
+        ranks.
 
         ``trainer.train(resume_from_checkpoint=trainer.newest_checkpoint())`` begins or goes on.
         """
@@ -162,7 +163,7 @@ class ShardedTrainer(Trainer):
         return world.comm.bcast(newest)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *given: Any, **named: Any) -> Any:
-        """Collective over all ranks. As in ``Trainer``; any number of ranks resumes.
+        """As in ``Trainer``; any number of ranks resumes. Collective over all ranks.
 
         Args:
             resume_from_checkpoint: a folder that this class has saved; True: the newest complete one.
@@ -177,7 +178,7 @@ class ShardedTrainer(Trainer):
         return super().train(resume_from_checkpoint, *given, **named)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Collective over all ranks. Write the whole model as ``from_pretrained`` loads it; of PEFT's, the adapters.
+        """Write the whole model as ``from_pretrained`` loads it; of PEFT's, the adapters. Collective over all ranks.
 
         Rank 0 gathers the model in host memory and writes. Other ranks raise its errors, too.
         """
@@ -221,7 +222,7 @@ class ShardedTrainer(Trainer):
             _adapters().save_adapter(self.model_wrapped, folder if name == "default" else folder / name, name)
 
     def _saved_names(self) -> list[str] | None:
-        """The tensors of the model in a checkpoint, None for all: those of adapters without the frozen model."""
+        """Return the tensors of the model in a checkpoint, None for all: those of adapters without the frozen model."""
         if not self._has_adapters():
             return None
         of_adapter = _adapters().tensors_of_adapter
@@ -232,7 +233,7 @@ class ShardedTrainer(Trainer):
         return found | ({} if self.accelerator.scaler is None else {"scaler": self.accelerator.scaler})
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Collective over all ranks. Model, optimizer, scheduler, scaler and random numbers in one file."""
+        """Model, optimizer, scheduler, scaler and random numbers in one file. Collective over all ranks."""
         settings = None
         if running_world().rank == 0:
             settings = {"training_arguments": json.loads(self.args.to_json_string())}
@@ -254,7 +255,7 @@ class ShardedTrainer(Trainer):
         """Nothing: random number states of all ranks are in the checkpoint."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The model is loaded when it is sharded, by ``_load_optimizer_and_scheduler``. Here it is looked for."""
+        """Look for the file. The model is loaded when it is sharded, by ``_load_optimizer_and_scheduler``."""
         if not Path(resume_from_checkpoint, FILE_NAME).exists():
             raise CheckpointError(
                 f"{resume_from_checkpoint}: has no {FILE_NAME}: it was saved by another Trainer, or with "
@@ -262,7 +263,7 @@ class ShardedTrainer(Trainer):
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
-        """Collective over all ranks. Everything but the random numbers, which must not change the order of the data."""
+        """Everything but the random numbers, which must not change the order of the data. Collective over all ranks."""
         if checkpoint_dir is None:
             return
         path, optimizer = Path(checkpoint_dir) / FILE_NAME, plain_optimizer(self.optimizer)
@@ -274,11 +275,11 @@ class ShardedTrainer(Trainer):
         """Nothing: it came with the optimizer."""
 
     def _load_rng_state(self, checkpoint_dir: str | None) -> None:
-        """Called when the batches of earlier steps have been skipped."""
+        """Restore the generators, after the batches of earlier steps have been skipped."""
         self._generators.restore()
 
     def _load_best_model(self) -> None:
-        """Collective over all ranks."""
+        """Load the best checkpoint. Collective over all ranks."""
         path = Path(self.state.best_model_checkpoint) / FILE_NAME
         checkpoint.load(path, model=self.model_wrapped, names=self._saved_names() or ["*"])  # no random numbers
 
@@ -318,7 +319,7 @@ def _step_of(folder: Path) -> int:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a save came to its end: the state of the trainer is written last."""
+    """Return whether a save came to its end: the state of the trainer is written last."""
     try:
         state = json_input.parse(safe_files.read(folder / _STATE_NAME, _MOST_STATE_BYTES), dict)
     except OSError:
@@ -327,7 +328,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _curves(history: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
-    """Logged numbers by name, each with its steps. Pure."""
+    """Return logged numbers by name, each with its steps. Pure."""
     curves: dict[str, tuple[list[int], list[float]]] = {}
     for entry in history:
         for name, value in entry.items():

@@ -80,7 +80,7 @@ def activate(device: torch.device) -> str | None:
 
 
 def share_node(device: torch.device, uuid: str | None, node: Any, *, exclusive: bool) -> None:
-    """Collective over `node` (the ranks of one node). Compare accelerators, or divide the cores among the ranks.
+    """Compare accelerators, or divide the cores among the ranks. Collective over `node` (the ranks of one node).
 
     Args:
         uuid: from ``activate``.

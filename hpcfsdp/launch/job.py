@@ -110,7 +110,7 @@ def check_torchrun(size: int) -> None:
 
 @functools.cache
 def current_job() -> Job:
-    """Collective over all processes of the job, the first time. Start MPI, find the nodes, install the abort hooks."""
+    """Start MPI, find the nodes, install the abort hooks. Collective over all processes of the job, the first time."""
     mpi = load_mpi()
     comm = mpi.COMM_WORLD.Dup()
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)

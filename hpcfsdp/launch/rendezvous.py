@@ -37,7 +37,7 @@ def reachable(address: str, port: int) -> bool:
 
 
 def first_reached_by_all(candidates: list[str], port: int, comm: Any, *, probes: bool = True) -> str:
-    """Collective over `comm`. Return the first of rank 0's addresses to which every rank that probes can connect."""
+    """Return the first of rank 0's addresses to which every rank that probes can connect. Collective over `comm`."""
     reached = [not probes or reachable(address, port) for address in candidates]
     for address, by_all in zip(candidates, minima(comm, reached), strict=True):
         if by_all:
@@ -62,7 +62,7 @@ def listening(addresses: list[str]) -> dict[str, socket.socket]:
 
 
 def open_store(comm: Any, *, single_node: bool, timeout_s: float) -> tuple[Any, str]:
-    """Collective over `comm`, all ranks of the job. Return a TCPStore of rank 0 on a free port, and its address.
+    """Return a TCPStore of rank 0 on a free port, and its address. Collective over `comm`, all ranks of the job.
 
     It listens on this address alone: who reaches a store can write to it. One rank of each node tries the addresses of
     rank 0: all ranks at once would be a storm of connections.

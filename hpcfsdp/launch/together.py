@@ -27,20 +27,20 @@ _SHOWN_HOSTS = 8
 
 
 def minima(comm: Any, values: Sequence[int]) -> list[int]:
-    """Collective over `comm`. Return the lowest of each of the values over all ranks, which give equally many."""
+    """Return the lowest of each of the values over all ranks, which give equally many. Collective over `comm`."""
     mpi, lowest = load_mpi(), array("i", values)
     comm.Allreduce(mpi.IN_PLACE, lowest, op=mpi.MIN)
     return lowest.tolist()
 
 
 def is_same(comm: Any, value: Any) -> bool:
-    """Collective over `comm`. Return whether `value`, which can be pickled, is equal on all ranks."""
+    """Return whether `value`, which can be pickled, is equal on all ranks. Collective over `comm`."""
     return minima(comm, [value == comm.bcast(value)]) == [1]
 
 
 @contextlib.contextmanager
 def raise_lowest(comm: Any) -> Iterator[None]:
-    """Collective over `comm`, at its end. If the block raises on any rank, all raise a LaunchError as the lowest does.
+    """Raise a LaunchError on all ranks, as the lowest does, if the block raises. Collective over `comm`, at its end.
 
     The block itself must not call collectives on `comm`.
     """
@@ -74,7 +74,7 @@ def versions() -> dict[str, str | None]:
 
 
 def compare_versions(comm: Any) -> None:
-    """Collective over `comm`, all ranks of the job. Compare their software; rank 0 logs differences that may be fine.
+    """Compare their software; rank 0 logs differences that may be fine. Collective over `comm`, all ranks of the job.
 
     Raises:
         LaunchError: on all ranks, if hpcfsdp, torch, or the minor version of Python differ.

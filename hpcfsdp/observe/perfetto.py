@@ -213,7 +213,7 @@ def _clock_of_rank_0(comm: Communicator) -> int:
 
 
 def _name_of_clock() -> bytes:
-    """Return names the clock of ``time.perf_counter``, which starts with the kernel; empty where that is not known."""
+    """Name the clock of ``time.perf_counter``, which starts with the kernel; empty where that is not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
         return boot + b" %d" % os.stat("/proc/self/ns/time").st_ino

@@ -95,8 +95,7 @@ class OwnedParams:
 
     @_compat.outside_of_modes
     def flags(self) -> Flags:
-        """Collective over `comm`. Return which parameters have gradients, and which have changed other than by a
-        step."""
+        """Return which parameters have gradients, and which changed other than by a step. Collective over `comm`."""
         count = len(self.params)
         is_first, self._is_checked = not self._is_checked, True
         with raise_together(self.control) if is_first else contextlib.nullcontext():
@@ -131,7 +130,7 @@ class OwnedParams:
         return found
 
     def refresh(self, chosen: Sequence[int]) -> None:
-        """Collective over `comm`. Give owners the present values of the `chosen` parameters, which have changed."""
+        """Give owners the present values of the `chosen` parameters, which have changed. Collective over `comm`."""
         for index, each in enumerate(self.params):
             if self.owns(index) and self._views_shard[index]:
                 self.whole[index].data = self.shard(index).view(each.shape)
@@ -153,7 +152,7 @@ class OwnedParams:
         return [sorted(part) for part in parts]
 
     def gather_grads(self, chosen: Sequence[int], *, async_op: bool = False) -> Finish:
-        """Collective over `comm`. Give owners gradients of `chosen` parameters, once the result is called."""
+        """Give owners gradients of `chosen` parameters, once the result is called. Collective over `comm`."""
         here = {
             index: local_grad(each.param).to(each.param.dtype)
             for index, each in ((index, self.params[index]) for index in chosen)
@@ -175,7 +174,7 @@ class OwnedParams:
         return finish
 
     def scatter_values(self, chosen: Sequence[int], *, async_op: bool = False) -> Finish:
-        """Collective over `comm`. Give all shards values that owners have stepped, once the result is called."""
+        """Give all shards values that owners have stepped, once the result is called. Collective over `comm`."""
         for index in chosen:
             if self.owns(index):
                 self.whole[index].grad = None
@@ -218,7 +217,7 @@ class OwnedParams:
     # State
 
     def shown_state(self, states: Mapping[int, State]) -> list[State]:
-        """Collective over `comm`. Return the state of each parameter as that of its shard.
+        """Return the state of each parameter as that of its shard. Collective over `comm`.
 
         Tensors of the parameter's shape become this rank's part of them; others, on all ranks, are marked by
         ``mark_whole_state``.
@@ -260,7 +259,7 @@ class OwnedParams:
             )
 
     def _merged(self, mine: Mapping[str, StateInfo], empty: set[str]) -> dict[str, StateInfo]:
-        """Collective over `comm`. Return the state that ranks have, by name; this rank has none of those in `empty`."""
+        """Return the state that ranks have, by name; this rank has none of those in `empty`. Collective over `comm`."""
         with raise_together(self.control) as exchange:
             names = [each.name for each in self.params]
             message = RankState([], dict(mine), empty, names=names, with_shapes=True)
@@ -281,7 +280,7 @@ class OwnedParams:
     def _state_in_shards(
         self, name: str, dtype: torch.dtype, chosen: Sequence[int], states: Mapping[int, State]
     ) -> dict[int, torch.Tensor]:
-        """Collective over `comm`. Return this rank's part of state with one value for each element."""
+        """Return this rank's part of state with one value for each element. Collective over `comm`."""
         shards: dict[int, torch.Tensor] = {}
         for index in chosen:
             local = local_part(self.params[index].param)
@@ -305,7 +304,7 @@ class OwnedParams:
         states: Mapping[int, State],
         merged: Mapping[str, StateInfo],
     ) -> dict[int, torch.Tensor]:
-        """Collective over `comm`. Return state of other shapes, whole on all ranks."""
+        """Return state of other shapes, whole on all ranks. Collective over `comm`."""
         shapes = {index: merged[self.params[index].name].tensors[name].shape for index in chosen}
         found: dict[int, torch.Tensor] = {}
         of_owner: dict[int, list[int]] = {}
@@ -326,7 +325,7 @@ class OwnedParams:
         return found
 
     def own_state(self, given: Sequence[State]) -> dict[int, State]:
-        """Collective over `comm`. Return the state that this rank owns, of state as ``shown_state`` gives it.
+        """Return the state that this rank owns, of state as ``shown_state`` gives it. Collective over `comm`.
 
         Args:
             given: by parameter; also with whole tensors, as the optimizer of the plain model has, on all ranks.

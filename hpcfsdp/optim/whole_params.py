@@ -56,7 +56,7 @@ class WholeParam:
 
 
 def whole_params(model: nn.Module, *, joins_blocks: bool) -> dict[nn.Parameter, WholeParam]:
-    """Collective over all ranks of the model, the first time. Return its parameters by what an optimizer steps.
+    """Return its parameters by what an optimizer steps. Collective over all ranks of the model, the first time.
 
     Flat parameters, which stand for several, are not among them.
 
@@ -186,7 +186,7 @@ def local_part(param: torch.Tensor) -> torch.Tensor:
 
 
 def local_grad(param: torch.Tensor) -> torch.Tensor:
-    """Collective over the mesh of a ``DTensor`` whose gradient is placed otherwise. Return what this rank has of it."""
+    """Return what this rank has of it. Collective over the mesh of a ``DTensor`` whose gradient is placed otherwise."""
     assert param.grad is not None
     grad = _compat.wait_tensor(param.grad)
     if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:

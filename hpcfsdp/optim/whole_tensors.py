@@ -72,7 +72,7 @@ class WholeTensors(torch.optim.Optimizer):
         cost: Cost | None = None,
         **kwargs: Any,
     ) -> None:
-        """Collective over all ranks of the model.
+        """Make the optimizer. Collective over all ranks of the model.
 
         Args:
             model: sharded by ``FullyShardedDataParallel`` with ``use_orig_params=True``, or by ``fully_shard``, with
@@ -123,7 +123,7 @@ class WholeTensors(torch.optim.Optimizer):
         raise TypeError("WholeTensors has communicators, and cannot be copied or pickled: use state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Collective over all ranks of the model. Add parameters, as ``torch.optim.Optimizer.add_param_group``.
+        """Add parameters, as ``torch.optim.Optimizer.add_param_group``. Collective over all ranks of the model.
 
         Raises:
             UsageError: as for ``WholeTensors``; nothing is added.
@@ -151,7 +151,7 @@ class WholeTensors(torch.optim.Optimizer):
     # What the inner optimizer steps
 
     def _plan(self, groups: list[dict[str, Any]]) -> _New:
-        """Collective over all ranks of the model. Choose owners, and make whole parameters. The optimizer stays."""
+        """Choose owners, and make whole parameters. Collective over all ranks of the model. The optimizer stays."""
         found = self._found(groups)
         # Optimizers complete groups, and may divide them: one without memory shows how.
         empty = [_whole_param(each, torch.device("meta")) for each in found]
@@ -208,7 +208,7 @@ class WholeTensors(torch.optim.Optimizer):
         return new
 
     def _found(self, groups: Iterable[Mapping[str, Any]]) -> list[WholeParam]:
-        """Collective over all ranks of the model, the first time. Return the parameters in groups, in order."""
+        """Return the parameters in groups, in order. Collective over all ranks of the model, the first time."""
         known = whole_params(self._model, joins_blocks=self._joins_blocks)
         sharded_params = {flat.parameter for _, flat, _ in named_flat_params(self._model) if not flat.use_orig_params}
         taken = set(self._params.values())
@@ -243,7 +243,7 @@ class WholeTensors(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Collective over all ranks of the model. Step all parameters that have gradients.
+        """Step all parameters that have gradients. Collective over all ranks of the model.
 
         Args:
             closure: computes the loss again, with gradients, once.
@@ -298,7 +298,7 @@ class WholeTensors(torch.optim.Optimizer):
         return loss
 
     def _step_first(self) -> None:
-        """Collective over all ranks of the model. Take a step that all ranks undo if it fails on one."""
+        """Take a step that all ranks undo if it fails on one. Collective over all ranks of the model."""
         inner = self._inner
         stepped = [whole for whole in self._mine if whole.grad is not None]
         before = [(whole, _on_host(whole), _on_host(dict(inner.state.get(whole, {})))) for whole in stepped]
@@ -358,7 +358,7 @@ class WholeTensors(torch.optim.Optimizer):
     # State
 
     def initial_state(self) -> dict[nn.Parameter, State]:
-        """Collective over all ranks of the model. Return the state before a first step of what this rank owns."""
+        """Return the state before a first step of what this rank owns. Collective over all ranks of the model."""
         _fill(self._owned, self._alone)
         with raise_together(self._ranks):
             self._set_inner()
@@ -366,7 +366,7 @@ class WholeTensors(torch.optim.Optimizer):
         return {self._params[whole]: state for whole, state in made.items()}
 
     def shown_state(self) -> dict[nn.Parameter, State]:
-        """Collective over all ranks of the model. Return the state of all parameters as that of this rank's shards.
+        """Return the state of all parameters as that of this rank's shards. Collective over all ranks of the model.
 
         Tensors with one value for each element are this rank's part of them; other tensors are whole on each rank.
         """
@@ -385,7 +385,7 @@ class WholeTensors(torch.optim.Optimizer):
         return found
 
     def load_shown_state(self, given: Mapping[Any, State]) -> None:
-        """Collective over all ranks of the model. Replace the state by what ``shown_state`` gives.
+        """Replace the state by what ``shown_state`` gives. Collective over all ranks of the model.
 
         Raises:
             StateDictError: on all ranks, if they have different state, or an owner lacks some. Nothing has changed.
@@ -400,7 +400,7 @@ class WholeTensors(torch.optim.Optimizer):
         self.state, self._has_loaded = _state_of(found), True
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective over all ranks of the model. Return groups, and state as ``shown_state`` has it.
+        """Return groups, and state as ``shown_state`` has it. Collective over all ranks of the model.
 
         "whole_state" lists the tensors that are whole on each rank.
         """
@@ -413,7 +413,7 @@ class WholeTensors(torch.optim.Optimizer):
         return {**found, "whole_state": marked} if marked else found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective over all ranks of the model. Load what ``state_dict`` gave, on each rank its own.
+        """Load what ``state_dict`` gave, on each rank its own. Collective over all ranks of the model.
 
         Also that of `optimizer_class` on the plain model, on all ranks.
 
@@ -458,7 +458,7 @@ class _New:
 
 
 def _fill(owned: Iterable[OwnedParams], alone: Iterable[tuple[WholeParam, nn.Parameter]]) -> None:
-    """Collective over all ranks of the model. Give whole parameters their values."""
+    """Give whole parameters their values. Collective over all ranks of the model."""
     for each in owned:
         each.refresh(range(len(each.params)))
     for single, whole in alone:

@@ -90,7 +90,7 @@ class DTensorSlot:
         return math.prod(self.chunk_shape(self.rows))
 
     def chunk_shape(self, rows: int) -> tuple[int, ...]:
-        """The shape of so many rows."""
+        """Return the shape of so many rows."""
         return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
 
     def rows_of(self, rank: int) -> tuple[int, int]:
@@ -99,7 +99,7 @@ class DTensorSlot:
         return begin, min(self.rows, self.shape[self.dim] - begin)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's rows."""
+        """Return the shape of a rank's rows."""
         return self.chunk_shape(self.rows_of(rank)[1])
 
 

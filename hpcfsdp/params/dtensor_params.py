@@ -81,7 +81,7 @@ class DTensorParam:
 
 
 def _keeps_only_registry(module: nn.Module) -> bool:
-    """Whether a module holds its parameters in one place; an LSTM keeps a list, too."""
+    """Return whether a module holds its parameters in one place; an LSTM keeps a list, too."""
     return type(module).__setattr__ is nn.Module.__setattr__
 
 
@@ -194,7 +194,7 @@ class DTensorParams(ShardedParams):
         return made
 
     def _rows_in(self, shards: torch.Tensor) -> list[torch.Tensor]:
-        """All rows in a buffer of all shards."""
+        """Return all rows in a buffer of all shards."""
         return [rows.in_shards.of(shards) for parts in self._rows for rows in parts]
 
     @torch.no_grad()
@@ -362,6 +362,6 @@ class DTensorParams(ShardedParams):
         return [full.as_strided(slot.shape, contiguous_strides(slot.shape), begin + slot.start) for slot in slots]
 
     def _rows_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's rows in a tensor that is laid out like a shard."""
+        """Return each parameter's rows in a tensor that is laid out like a shard."""
         begin = shard.storage_offset()
         return [shard.as_strided(shape, stride, begin + offset) for shape, stride, offset in self._places_in_shard]

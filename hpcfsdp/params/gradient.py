@@ -267,7 +267,7 @@ class ShardedGrad:
         return True
 
     def _take(self, index: int) -> torch.Tensor:
-        """The gradient of a leaf, which has none afterwards."""
+        """Return the gradient of a leaf, which has none afterwards."""
         leaf = self.params.leaves[index]
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
@@ -468,12 +468,12 @@ def note_unchanged(grad: torch.Tensor | None) -> None:
 
 
 def is_noted(grad: torch.Tensor) -> bool:
-    """Whether ``note_unchanged`` was called with the gradient."""
+    """Return whether ``note_unchanged`` was called with the gradient."""
     return hasattr(grad, _VERSION)
 
 
 def is_changed(grad: torch.Tensor) -> bool:
-    """Whether the gradient was changed in place since ``note_unchanged``."""
+    """Return whether the gradient was changed in place since ``note_unchanged``."""
     return getattr(grad, _VERSION, grad._version) != grad._version
 
 
@@ -486,7 +486,7 @@ def _copied_to(home: torch.device, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _hooked(hooks: Mapping[int, Callable[[torch.Tensor], Any]], grad: torch.Tensor) -> torch.Tensor:
-    """What the hooks of ``register_hook`` make of a parameter's gradient."""
+    """Return what the hooks of ``register_hook`` make of a parameter's gradient."""
     for hook in list(hooks.values()):
         changed = hook(grad)
         grad = grad if changed is None else changed

@@ -30,7 +30,7 @@ _MOST_MULTIPLES = 5
 
 
 def block_numel(granularity: Granularity, shape: Sequence[int]) -> int:
-    """The elements of a block of a parameter."""
+    """Return the elements of a block of a parameter."""
     if granularity == "row":
         return max(1, math.prod(shape[1:]))
     return max(1, math.prod(shape)) if granularity == "whole" else granularity

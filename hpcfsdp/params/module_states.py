@@ -103,7 +103,7 @@ def _sync(comm: Communicator, named: dict[str, torch.Tensor], bucket_bytes: int,
 
 
 def _plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensor, or those within a wrapper subclass. Refuses tensors without memory."""
+    """Yield the tensor, or those within a wrapper subclass. Refuses tensors without memory."""
     if hasattr(tensor, "__tensor_flatten__"):
         for attribute in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, attribute)
@@ -142,14 +142,14 @@ def _repeated_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of an expanded tensor that are distinct in memory: torch refuses to write to the others."""
+    """Return the elements of an expanded tensor that are distinct in memory: torch refuses to write to the others."""
     for dimension in _repeated_dimensions(tensor):
         tensor = tensor.narrow(dimension, 0, 1)
     return tensor
 
 
 def _agree(comm: Communicator, described: dict[str, str]) -> None:
-    """Collective over `comm`. Raise on every rank unless all have the same descriptions."""
+    """Raise on every rank unless all have the same descriptions. Collective over `comm`."""
     digest = hashlib.blake2b(repr(list(described.items())).encode(), digest_size=16).digest()
     if len(set(comm.all_gather_object(digest))) == 1:
         return
@@ -159,7 +159,7 @@ def _agree(comm: Communicator, described: dict[str, str]) -> None:
 
 
 def _difference(everyone: Sequence[dict[str, str]]) -> str:
-    """The differences between the descriptions of all ranks."""
+    """Return the differences between the descriptions of all ranks."""
     found = []
     for name in dict.fromkeys(name for described in everyone for name in described):
         message = _by_value(name, [described.get(name, "missing") for described in everyone])
@@ -174,7 +174,7 @@ def _difference(everyone: Sequence[dict[str, str]]) -> str:
 
 
 def _by_value(name: str, values: Sequence[str]) -> str:
-    """Which ranks have which value; "" if all have the same."""
+    """Return which ranks have which value; "" if all have the same."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)

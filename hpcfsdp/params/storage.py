@@ -71,7 +71,7 @@ def nothing_of(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 def data_ptr_allocated(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has memory: not after ``free_storage``, on the meta device, or without elements."""
+    """Return whether `tensor` has memory: not after ``free_storage``, on the meta device, or without elements."""
     return tensor.untyped_storage().data_ptr() != 0
 
 
@@ -161,7 +161,7 @@ class SharedBuffer(Buffer):
     """
 
     def __init__(self, comm: Communicator, numel: int, dtype: torch.dtype, *, is_cast: bool) -> None:
-        """Collective over `comm`. `is_cast`: the segment is a copy of the shard in another dtype, not the shard."""
+        """`is_cast`: the segment is a copy of the shard in another dtype, not the shard. Collective over `comm`."""
         self.is_cast = is_cast
         self.full = comm.alloc(numel, dtype, gathered=True)
         weakref.finalize(self, comm.free, self.full).atexit = False

@@ -187,7 +187,7 @@ def pre_load_state_dict(tensor: ShardedTensor) -> tuple[ShardedTensor, list[Shar
 
 
 def all_gather_dtensor(tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
-    """Collective over the mesh. Return this rank's block, gathered over all dimensions of the mesh but the last one.
+    """Return this rank's block, gathered over all dimensions of the mesh but the last one. Collective over the mesh.
 
     Args:
         parent_mesh: that of `tensor`.

@@ -99,7 +99,7 @@ def _eye(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _any(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Collective over the mesh within ``torch.nn.init``, whose functions draw again while any element is outside.
+    """Ask all ranks of the mesh within ``torch.nn.init``, whose functions draw again while any element is outside.
 
     Elsewhere torch's result is that of this rank, and need not be asked for by all.
     """
@@ -114,7 +114,7 @@ def _any(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _read(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Collective over the mesh within an optimizer, whose ranks step together: the number that all parts give.
+    """Return the number that all parts give, within an optimizer, whose ranks step together. Collective over the mesh.
 
     Elsewhere it is that of this rank, as in torch: one rank alone may print it.
     """
@@ -142,7 +142,7 @@ def _fill_value(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _put(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Collective over the mesh. Assign to chosen elements; ranks pass the same indices and values."""
+    """Assign to chosen elements; ranks pass the same indices and values. Collective over the mesh."""
     is_known = getattr(args[0], "device_mesh", None) in _meshes
     if not is_known or any(isinstance(each, DTensor) for each in (*args[1], args[2])):
         return NotImplemented
@@ -154,7 +154,7 @@ def _put(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _select(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Collective over the mesh. Return one row."""
+    """Return one row. Collective over the mesh."""
     tensor, dim, index = args
     begin = index + tensor.shape[dim] * (index < 0)
     shape = [size for place, size in enumerate(tensor.shape) if place != dim % tensor.dim()]
@@ -162,7 +162,7 @@ def _select(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _slice(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Collective over the mesh. Return some rows."""
+    """Return some rows. Collective over the mesh."""
     tensor, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
     begin, end, step = slice(start, stop, step).indices(tensor.shape[dim])
     if begin >= end or (begin, end) == (0, tensor.shape[dim]):

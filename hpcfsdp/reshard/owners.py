@@ -299,7 +299,7 @@ class OwnerExchange:
     def gather(
         self, chosen: Sequence[int], shard: TensorOf, whole: TensorOf, dtype: torch.dtype, *, async_op: bool = False
     ) -> Finish:
-        """Collective over `comm`. Bring tensors from their shards to their owners.
+        """Bring tensors from their shards to their owners. Collective over `comm`.
 
         Args:
             chosen: numbers of tensors, ascending, the same on all ranks.
@@ -324,7 +324,7 @@ class OwnerExchange:
     def scatter(
         self, chosen: Sequence[int], whole: TensorOf, shard: TensorOf, dtype: torch.dtype, *, async_op: bool = False
     ) -> Finish:
-        """Collective over `comm`. Bring tensors from their owners into all shards. The rest as for ``gather``."""
+        """Bring tensors from their owners into all shards. Collective over `comm`. The rest as for ``gather``."""
         finishes = []
         for part in self._batches(chosen):
             of_shards, of_owners = self._views_by_rank(part, shard, whole, self._copies, self._has)

@@ -134,7 +134,7 @@ def batches(sizes: Sequence[int], limit: int | None = None) -> list[range]:
 def exchange(
     comm: Communicator, out: Views, into: Views, dtype: torch.dtype, *, in_place: bool = True, async_op: bool = False
 ) -> Finish:
-    """Collective over `comm`. Send and receive views by rank.
+    """Send and receive views by rank. Collective over `comm`.
 
     Args:
         out: of any dtype, contiguous or not.
@@ -201,7 +201,7 @@ def _packed(views: Sequence[torch.Tensor], comm: Communicator, dtype: torch.dtyp
 
 @torch.no_grad()
 def redistribute(comm: Communicator, plan: RedistributePlan, source: Flat, target: Flat, dtype: torch.dtype) -> None:
-    """Collective over `comm`. Bring values from `source` to `target` on all ranks as planned.
+    """Bring values from `source` to `target` on all ranks as planned. Collective over `comm`.
 
     Args:
         source, target, dtype: see ``exchange``.
@@ -245,7 +245,7 @@ class ShardedBlocks:
         targets: Mapping[int, torch.Tensor],
         dtype: torch.dtype,
     ) -> None:
-        """Collective over `comm`. Bring parameters from their shards into boxes.
+        """Bring parameters from their shards into boxes. Collective over `comm`.
 
         Args:
             shards: by slot, the memory of this rank's runs; the same slots on all ranks.
@@ -263,7 +263,7 @@ class ShardedBlocks:
         shards: Mapping[int, torch.Tensor],
         dtype: torch.dtype,
     ) -> None:
-        """Collective over `comm`. Bring parameters from boxes, which have each element once, into their shards.
+        """Bring parameters from boxes, which have each element once, into their shards. Collective over `comm`.
 
         Args:
             source: the memory of this rank's boxes of a slot, 1-D; called batch by batch, as it may copy.

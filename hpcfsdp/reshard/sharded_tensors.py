@@ -252,7 +252,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Collective over the mesh of a sharded ``DTensor``. Return it whole; any other tensor as it is here."""
+    """Return it whole; any other tensor as it is here. Collective over the mesh of a sharded ``DTensor``."""
     return tensor.detach().full_tensor() if is_sharded(tensor) else _compat.local_of(tensor).detach()
 
 

@@ -140,7 +140,7 @@ def _named(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dic
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """Collective over all ranks of the model. Return its state dict, sharded unless `options` ask for the whole.
+    """Return its state dict, sharded unless `options` ask for the whole. Collective over all ranks of the model.
 
     Args:
         submodules: return only the tensors of these modules; without ``options.keep_submodule_prefixes`` names begin
@@ -169,7 +169,7 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """Collective over all ranks of the model. Return the state of one optimizer or several, by parameter name.
+    """Return the state of one optimizer or several, by parameter name. Collective over all ranks of the model.
 
     Of an optimizer that has no state yet it is that of its first step, so that a checkpoint can be loaded into the
     result. The optimizer stays without state, and no later step changes by it.
@@ -211,7 +211,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Collective over all ranks of the model. Return the state dicts of a model and of its optimizers."""
+    """Return the state dicts of a model and of its optimizers. Collective over all ranks of the model."""
     weights = get_model_state_dict(model, submodules=submodules, options=options)
     return weights, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
 
@@ -221,7 +221,7 @@ def get_state_dict(
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:
-    """Collective over all ranks of the model. Load a state dict of whole or distributed tensors, or change nothing.
+    """Load a state dict of whole or distributed tensors, or change nothing. Collective over all ranks of the model.
 
     Args:
         options: torch's own. With ``broadcast_from_rank0`` rank 0 alone needs to have it.
@@ -242,7 +242,7 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Collective over all ranks of the model. Load state by the names of parameters into one optimizer or several.
+    """Load state by the names of parameters into one optimizer or several. Collective over all ranks of the model.
 
     Args:
         options: torch's own. With ``broadcast_from_rank0`` rank 0 alone needs to have it; without ``strict``,
@@ -255,7 +255,7 @@ def set_optimizer_state_dict(
 def _to_load(
     model: nn.Module, optimizers: list[torch.optim.Optimizer], optim_state_dict: Any, options: StateDictOptions
 ) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-    """Collective over all ranks of the model. Return what each optimizer loads; nothing is changed yet."""
+    """Return what each optimizer loads; nothing is changed yet. Collective over all ranks of the model."""
     ranks, rank0_only = ranks_of_model(model), options.broadcast_from_rank0
     loaded = []
     for optimizer in optimizers:
@@ -277,7 +277,7 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Collective over all ranks of the model. Load the state dicts of a model and of its optimizers, or neither."""
+    """Load the state dicts of a model and of its optimizers, or neither. Collective over all ranks of the model."""
     chosen = _listed(optimizers)
     if not units_in(model):
         if chosen:

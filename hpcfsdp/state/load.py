@@ -63,7 +63,7 @@ def load_model(
     assign: bool = False,
     from_rank0: bool = False,
 ) -> Any:
-    """Collective over the ranks of the model. Load a state dict, or change nothing on any rank.
+    """Load a state dict, or change nothing on any rank. Collective over the ranks of the model.
 
     If names are refused after loading, as hooks could have forgiven them, parameters, persistent buffers and extra
     states are restored; other changes that modules have made to themselves stay.
@@ -113,7 +113,7 @@ def load_model(
 
 
 def agree(plan: ModelLoadPlan, read: Callable[[], None]) -> Agreed:
-    """Collective over the ranks of the model. Have all ranks read, and compare what they are about to load.
+    """Have all ranks read, and compare what they are about to load. Collective over the ranks of the model.
 
     Raises:
         EngineError: on every rank, if a unit is at work, or summoned, on any of them.
@@ -162,7 +162,7 @@ def _difference(tables: list[dict[str, str]]) -> str:
 
 
 def commit(plan: ModelLoadPlan, first: Rank0Source | None) -> None:
-    """Collective over the ranks of the model. Copy the values that have been found."""
+    """Copy the values that have been found. Collective over the ranks of the model."""
     for unit in plan.units:
         for flat in unit.sharded_params:
             if flat in plan.found:
@@ -186,7 +186,7 @@ def commit(plan: ModelLoadPlan, first: Rank0Source | None) -> None:
 
 
 def _whole(source: Any, first: Rank0Source | None) -> torch.Tensor:
-    """Collective over the ranks of the model, or of a mesh, unless `source` is a plain tensor. Return it whole."""
+    """Return it whole. Collective over the ranks of the model, or of a mesh, unless `source` is a plain tensor."""
     if isinstance(source, Rank0Tensor):
         assert first is not None
         return first.broadcast(source)
@@ -194,7 +194,7 @@ def _whole(source: Any, first: Rank0Source | None) -> torch.Tensor:
 
 
 def _arrived(incoming: Incoming, first: Rank0Source | None) -> torch.Tensor:
-    """Collective as ``_whole``, unless it is here. Return the tensor that modules are to hold."""
+    """Return the tensor that modules are to hold. Collective as ``_whole``, unless it is here."""
     tensor = incoming.source
     if not incoming.is_here:  # made whole, it may still be the caller's memory
         tensor = _whole(tensor, first).to(incoming.device, incoming.dtype, copy=True)
@@ -202,7 +202,7 @@ def _arrived(incoming: Incoming, first: Rank0Source | None) -> torch.Tensor:
 
 
 def finish(plan: ModelLoadPlan, agreed: Agreed, keys: Any) -> None:
-    """Collective over the ranks of the model. Give modules their extra states, and call hooks, when values are there.
+    """Give modules their extra states, and call hooks, when values are there. Collective over the ranks of the model.
 
     Hooks of modules find whole parameters, and their changes to them stay.
 
@@ -269,7 +269,7 @@ def _copied(state: Any) -> Any:
 
 
 def _fill(mesh: UnitMesh, flat: FlatParam, layout: FlatLayout, values: list[Any]) -> None:
-    """Collective over the ranks of `mesh`. Copy values into the shard, as `layout` divides it."""
+    """Copy values into the shard, as `layout` divides it. Collective over the ranks of `mesh`."""
     shard = flat.parameter.data
     are_sent = any(isinstance(value, (ShardedTensor, DTensor, Rank0Tensor)) for value in values)
     # Nothing may be received in memory that ranks share.
@@ -367,7 +367,7 @@ class LoadWithin:
         self.keys.unexpected_keys.extend(self.plan.unexpected)
 
     def agree(self) -> Agreed:
-        """Collective over the ranks of the unit. Compare what ranks are about to load.
+        """Compare what ranks are about to load. Collective over the ranks of the unit.
 
         Raises:
             EngineError: a unit is at work, or summoned.
@@ -396,7 +396,7 @@ class _Waiting(NamedTuple):
 
 
 def _load_all(parts: list[LoadWithin]) -> None:
-    """Collective over the ranks of the units. Load all of them, or change nothing in any of them.
+    """Load all of them, or change nothing in any of them. Collective over the ranks of the units.
 
     Errors that modules raise after values are loaded, in extra states and hooks, undo nothing, as in a unit by itself:
     all units are loaded then, too.
@@ -459,7 +459,7 @@ def load_when_known(wrapper: Any, _incompatible_keys: Any) -> None:
 @own_hook
 @public_call("load_state_dict")
 def load_waiting(root: nn.Module, _incompatible_keys: Any) -> None:
-    """Collective over the ranks of the units in `root`, when it has loaded a state dict. Load them, all or none.
+    """Load them, all or none. Collective over the ranks of the units in `root`, when it has loaded a state dict.
 
     A hook that stays, for torch is going through the hooks when it is called.
     """

@@ -54,8 +54,8 @@ class DTensorRanks:
         self._known: dict[Any, tuple[Runs, int] | None] = {}
 
     def group(self) -> dist.ProcessGroup | None:
-        """Collective over them, the first time for a mesh of several dimensions. Return their group; None for all
-        ranks.
+        """Return their group; None for all ranks. Collective over them, the first time for a mesh of several
+        dimensions.
         """
         mine = [mesh for mesh in self._meshes if mesh.get_coordinate() is not None]
         ranks = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in mine}
@@ -159,7 +159,7 @@ _IN_STATE_DICTS = CleanNames()
 
 
 def units_of(model: nn.Module) -> list[FlatUnit]:
-    """Collective over the ranks of the model, the first time. Return its units, outer ones first.
+    """Return its units, outer ones first. Collective over the ranks of the model, the first time.
 
     Units without tensor parallelism get the tensor-parallel ranks of the others, as they do inside of an outer unit.
     """
@@ -177,8 +177,8 @@ def largest_mesh(units: Iterable[FlatUnit]) -> UnitMesh:
 
 
 def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
-    """Collective over them, the first time. Return the ranks that make and load state dicts of a model: of its largest
-    unit.
+    """Return the ranks that make and load state dicts of a model: of its largest unit. Collective over them, the first
+    time.
 
     Args:
         group: those of a process group instead.
@@ -195,7 +195,7 @@ def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
 
 
 def communicator_of(model: nn.Module) -> Communicator:
-    """Collective over them, the first time. Return all ranks of a model; those of the world for a plain model.
+    """Return all ranks of a model; those of the world for a plain model. Collective over them, the first time.
 
     It works through host memory, unless there is a device and no world: what is exchanged there need not wait for it.
     """

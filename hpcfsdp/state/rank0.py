@@ -40,7 +40,7 @@ def rank0_tensor(key: str, value: torch.Tensor) -> Rank0Tensor:
 
 
 def broadcast_values(ranks: Communicator | Grid, values_of: Callable[[], Any], src: int = 0) -> Any:
-    """Collective over `ranks`. Return the result of `values_of`, which is called on rank `src` alone.
+    """Return the result of `values_of`, which is called on rank `src` alone. Collective over `ranks`.
 
     The tensor of a ``Rank0Tensor`` stays there. Other tensors are in host memory on the other ranks.
 
@@ -67,7 +67,7 @@ def broadcast_values(ranks: Communicator | Grid, values_of: Callable[[], Any], s
 
 
 def broadcast_tensor(ranks: Communicator | Grid, value: Rank0Tensor, src: int = 0) -> torch.Tensor:
-    """Collective over `ranks`. Return the tensor, as new memory on all of them."""
+    """Return the tensor, as new memory on all of them. Collective over `ranks`."""
     tensor = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
     if value.tensor is not None:
         tensor.copy_(value.tensor)
@@ -133,8 +133,8 @@ class Rank0Source:
         self._rank = 0
 
     def announce(self, state_dict: Any) -> tuple[dict[str, Any], Any]:
-        """Collective over the ranks of the model. Return the state dict, a ``Rank0Tensor`` per tensor, and its
-        metadata.
+        """Return the state dict, a ``Rank0Tensor`` per tensor, and its metadata. Collective over the ranks of the
+        model.
 
         Extra states are sent as objects; tensors in them are in host memory on other ranks.
 
@@ -160,7 +160,7 @@ class Rank0Source:
         return found["state_dict"], found["_metadata"]
 
     def broadcast(self, source: Rank0Tensor) -> torch.Tensor:
-        """Collective over the ranks of the model. Return the tensor, on all of them."""
+        """Return the tensor, on all of them. Collective over the ranks of the model."""
         return broadcast_tensor(ranks_of_model(self._module), source, self._rank)
 
 

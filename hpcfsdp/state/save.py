@@ -79,7 +79,7 @@ class _UnitStateDict(OrderedDict):
 
 @torch.no_grad()
 def save_model(unit: FlatUnit, destination: dict[str, Any] | None, prefix: str, *, keep_vars: bool) -> dict[str, Any]:
-    """Collective over the ranks of the unit, and of those inside. Do ``StateDictMethods.state_dict``.
+    """Do ``StateDictMethods.state_dict``. Collective over the ranks of the unit, and of those inside.
 
     It calls the wrapped module's own ``state_dict``, so hooks and overridden methods work: during the call the modules
     hold the values to be saved as their parameters and buffers. The values of all units are gathered before, so that
@@ -141,7 +141,7 @@ def _run_pre_hooks(unit: FlatUnit, prefix: str, *, keep_vars: bool) -> None:
 
 
 def _check_alike(comm: Communicator | Grid, units: list[FlatUnit], asked: list[tuple[str, StateDictFormat]]) -> None:
-    """Collective over `comm`. Check that all ranks are set to the same state dict for each unit."""
+    """Check that all ranks are set to the same state dict for each unit. Collective over `comm`."""
     mine = digest_of(asked)
     if all(other == mine for other in comm.all_gather_object(mine)):
         return
@@ -171,7 +171,7 @@ def _merge(found: _UnitStateDict, destination: dict[str, Any], prefix: str) -> N
 
 @contextlib.contextmanager
 def _shards_published(units: list[FlatUnit], call: _Call) -> Iterator[None]:
-    """Collective over the shards. Return a context in which ranks may read each other's shards where they share memory.
+    """Return a context in which ranks may read each other's shards where they share memory. Collective over the shards.
 
     No rank leaves it, and goes on to write, before all have read.
     """
@@ -245,7 +245,7 @@ def _plain(unit: FlatUnit) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, 
 
 
 def _values(unit: FlatUnit, call: _Call) -> Mapping[Any, torch.Tensor]:
-    """Collective over the unit's process groups. Return what its modules are shown while they save."""
+    """Return what its modules are shown while they save. Collective over the unit's process groups."""
     if call.kind_of(unit) is StateDictType.LOCAL_STATE_DICT:
         return {flat: StandIn.of(_local(unit, flat, call)) for flat in unit.sharded_params}
     form, found = call.form_of(unit), {}

@@ -75,7 +75,7 @@ class LocalShards:
         return shard
 
     def over(self, mesh: UnitMesh, *dims: Dim) -> ShardedBlocks:
-        """Collective over these ranks, the first time. Return the slots as the ranks of `mesh` along `dims` share them.
+        """Return the slots as the ranks of `mesh` along `dims` share them. Collective over these ranks, the first time.
 
         Args:
             dims: a dimension of data; with "tensor", the blocks of all tensor-parallel ranks.

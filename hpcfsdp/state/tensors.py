@@ -91,11 +91,11 @@ class GatherBuffer(abc.ABC):
 
     @abc.abstractmethod
     def gather(self) -> None:
-        """Collective. Allocate the memory, and fill it."""
+        """Allocate the memory, and fill it. Collective over the ranks of the tensors."""
 
     @abc.abstractmethod
     def scatter(self) -> None:
-        """Collective. Fill the tensors that were gathered from the memory."""
+        """Fill the tensors that were gathered from the memory. Collective over their ranks."""
 
 
 class FullTensorBuffer(GatherBuffer):

@@ -43,7 +43,7 @@ from hpcfsdp.units.unit_mesh import Dim, UnitMesh
 def gather(
     mesh: UnitMesh, parts: LocalShards, dtype: torch.dtype, device: torch.device, form: StateDictFormat
 ) -> list[Any]:
-    """Collective over a replica of the unit. Return what a state dict shows of `parts`, by slot; None for nothing.
+    """Return what a state dict shows of `parts`, by slot; None for nothing. Collective over a replica of the unit.
 
     Results are new memory. Beyond it this allocates one gathered flat parameter where all ranks get whole tensors, and
     otherwise a few parameters.
@@ -68,7 +68,7 @@ def gather(
 def _gather_to_rank0(
     mesh: UnitMesh, parts: LocalShards, dtype: torch.dtype, target: torch.device
 ) -> dict[int, torch.Tensor]:
-    """Collective over the first replica. Return whole tensors on its first rank, nothing on the others."""
+    """Return whole tensors on its first rank, nothing on the others. Collective over the first replica."""
     blocks = parts.over(mesh, "shard", "tensor")
     return _gather_boxes(blocks, parts, parts.present, _all_on_first(blocks), dtype, target)
 
@@ -87,8 +87,7 @@ def _gather_boxes(
     dtype: torch.dtype,
     target: torch.device,
 ) -> dict[int, torch.Tensor]:
-    """Collective over the ranks of `blocks`. Return the box that this rank gets of each of the `chosen` slots, if
-    any."""
+    """Return this rank's box of each of the `chosen` slots, if any. Collective over the ranks of `blocks`."""
     found = {
         index: torch.empty(box.sizes, dtype=dtype, device=target)
         for index in chosen
@@ -103,7 +102,7 @@ def _gather_boxes(
 def _gather_everywhere(
     comm: Communicator, parts: LocalShards, dtype: torch.dtype, target: torch.device
 ) -> dict[int, torch.Tensor]:
-    """Collective over the shards. Return whole tensors, or whole blocks of them, on all ranks."""
+    """Return whole tensors, or whole blocks of them, on all ranks. Collective over the shards."""
     layout, present = parts.layout, parts.present
     if not present:
         return {}
@@ -120,7 +119,7 @@ def _gather_everywhere(
 
 
 def _join_blocks(comm: Communicator, parts: LocalShards, index: int, local: torch.Tensor) -> torch.Tensor:
-    """Collective over the tensor-parallel ranks. Return the whole of a slot that they may have divided into blocks."""
+    """Return the whole of a slot that they may have divided into blocks. Collective over the tensor-parallel ranks."""
     slot, block = parts.layout.slots[index], parts.layout.slots[index].block
     if not slot.is_cut:
         return local
@@ -161,7 +160,7 @@ def _scratch(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 def _gather_chunks(
     mesh: UnitMesh, parts: LocalShards, dtype: torch.dtype, target: torch.device, form: StateDictFormat
 ) -> dict[int, Any]:
-    """Collective over a replica. Return each tensor as this rank's chunk of rows, one without dimensions as it is."""
+    """Return each tensor as this rank's chunk of rows, one without dimensions as it is. Collective over a replica."""
     slots, present = parts.layout.slots, parts.present
 
     def chunk(rank: int, index: int) -> Sequence[Box]:
@@ -190,7 +189,7 @@ def _gather_chunks(
 
 
 def _chunks_of_blocks(mesh: UnitMesh, parts: LocalShards, divided: Collection[int]) -> BoxesOf:
-    """Collective over the ranks of the unit, the first time. Return the chunks of parameters that are sharded twice."""
+    """Return the chunks of parameters that are sharded twice. Collective over the ranks of the unit, the first time."""
     ranks, tables = mesh.ranks("shard", "tensor"), {}
     for index in divided:
         slot = parts.layout.slots[index]
@@ -201,7 +200,7 @@ def _chunks_of_blocks(mesh: UnitMesh, parts: LocalShards, divided: Collection[in
 
 @torch.no_grad()
 def scatter(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> None:
-    """Collective over the ranks of `mesh`, unless all of `values` are plain tensors. Do the opposite of ``gather``.
+    """Do the opposite of ``gather``. Collective over the ranks of `mesh`, unless all of `values` are plain tensors.
 
     Args:
         parts: filled, converting to their dtype. What belongs to no slot is left alone.
@@ -234,7 +233,7 @@ def scatter(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> None:
 
 
 def _scatter_from_rank0(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any], chosen: Collection[int]) -> None:
-    """Collective over the ranks of `mesh`. Fill the first replica from its first rank, then the others from it."""
+    """Fill the first replica from its first rank, then the others from it. Collective over the ranks of `mesh`."""
     if mesh.is_first("replicate"):
         blocks = parts.over(mesh, "shard", "tensor")
         _scatter_boxes(blocks, parts, values, chosen, _all_on_first(blocks))
@@ -249,7 +248,7 @@ def _scatter_boxes(
     chosen: Collection[int],
     boxes: BoxesOf,
 ) -> None:
-    """Collective over the ranks of `blocks`. Fill the `chosen` slots from values that have `boxes` on ranks."""
+    """Fill the `chosen` slots from values that have `boxes` on ranks. Collective over the ranks of `blocks`."""
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index in sorted(chosen):
         by_dtype.setdefault(shape_and_dtype(values[index])[1], []).append(index)
@@ -259,7 +258,7 @@ def _scatter_boxes(
 
 
 def _copy_from_first_replica(mesh: UnitMesh, parts: LocalShards, chosen: Collection[int]) -> None:
-    """Collective over ``mesh.replicate``. Copy the runs of `chosen` slots, a batch at a time."""
+    """Copy the runs of `chosen` slots, a batch at a time. Collective over ``mesh.replicate``."""
     replicate, runs = mesh.replicate, [run for run in parts.runs(mesh.shard.rank) if run.index in chosen]
     by_dtype: dict[torch.dtype, list[Run]] = {}
     for run in runs:

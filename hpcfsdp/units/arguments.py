@@ -153,7 +153,7 @@ def _not_sharded(
     params: list[nn.Parameter],
     before: Ignored,
 ) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """The entries without those that units within `root` have sharded; these stay sharded, as in torch's FSDP."""
+    """Return the entries without those that units within `root` have sharded; these stay so, as in torch's FSDP."""
     for module in modules:
         if unit_of(module) is not None:
             raise ValueError(
@@ -178,7 +178,7 @@ def _not_sharded(
 
 
 def _entries(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """The entries of an argument as a list. It may be a generator."""
+    """Return the entries of an argument as a list. It may be a generator."""
     wanted = " or ".join(f"torch.nn.{kind.__name__}" for kind in kinds)
     if given is None:
         return []
@@ -230,7 +230,7 @@ def choose_units(root: nn.Module, policy: Any, ignored: Ignored = NOTHING_IGNORE
     seen: set[nn.Module] = set(ignored.modules)
 
     def visit(module: nn.Module) -> int:
-        """Returns the elements below `module` that chosen units own."""
+        """Return the elements below `module` that chosen units own."""
         numel = sum(param.numel() for param in module.parameters() if param not in ignored.params)
         wrapped = 0
         if not policy(module=module, recurse=True, nonwrapped_numel=numel):

@@ -40,7 +40,7 @@ _WARNED = "the user has been warned"
 
 
 def _sync_values(own: OwnParams, mesh: UnitMesh) -> None:
-    """Collective over the unit's ranks. Broadcast the values of the first rank."""
+    """Broadcast the values of the first rank. Collective over the unit's ranks."""
     for dim, comm in mesh.along.items():
         if comm.size > 1:
             sync_params_and_buffers(comm, own.params_alike + own.buffers_alike if dim == "tensor" else own.tensors)
@@ -55,7 +55,7 @@ def make_unit(
     made: Collection[str],
     options: UnitOptions,
 ) -> FlatUnit:
-    """Collective over the unit's ranks. Make the unit of a module.
+    """Make the unit of a module. Collective over the unit's ranks.
 
     Args:
         wrapper: the module around `module`.
@@ -122,7 +122,7 @@ def _granularity_of(entry: OwnParam, granularity: Granularity | GranularityOf) -
 
 
 def join_tp_group(unit: FlatUnit, tensor_mesh: DeviceMesh, *, sync_module_states: bool) -> None:
-    """Collective over the ranks of the unit and of `tensor_mesh`. Add the latter to a unit without DTensors.
+    """Add the latter to a unit without DTensors. Collective over the ranks of the unit and of `tensor_mesh`.
 
     Args:
         tensor_mesh: the tensor-parallel ranks.
@@ -162,7 +162,7 @@ def _compare(
     mesh: UnitMesh,
     made: Collection[str] | None,
 ) -> dict[Communicator, tuple[str, str | None]]:
-    """Collective over the unit's ranks. Refuse different parameters, and units inside that ranks made otherwise."""
+    """Refuse different parameters, and units inside that ranks made otherwise. Collective over the unit's ranks."""
     trained = [group[0].param.requires_grad for group in own.groups]
     counted = {entry.fqn: entry.counted_fqn for entry in own.entries}
     comms: list[Communicator] = mesh.subgroups()
@@ -193,7 +193,7 @@ def shares_memory(mesh: UnitMesh) -> bool:
 
 
 def comm_for_reductions(mesh: UnitMesh, dtypes: Sequence[Dtypes]) -> Communicator:
-    """Collective over the shards' ranks, the first time. Their communicator for gradients of these dtypes."""
+    """Return their communicator for gradients of these dtypes. Collective over the shards' ranks, the first time."""
     if not any(of_group.param.is_floating_point for of_group in dtypes) or not dist.is_initialized():
         return mesh.shard
     narrow = any(of_group.reduce != of_group.accumulate for of_group in dtypes)
@@ -250,7 +250,7 @@ _numbers = itertools.count(1)
 @torch.inference_mode(False)  # the first call may be in inference mode, and training follows
 @torch.no_grad()
 def become_root(unit: ModelUnit) -> Root:
-    """Collective over the unit's ranks. Make a unit the root of the units inside.
+    """Make a unit the root of the units inside. Collective over the unit's ranks.
 
     Raises:
         EngineError: the model has fewer elements than ranks.

@@ -22,7 +22,7 @@ _DOUBLE = (torch.float64, torch.complex128)
 
 
 def clip_model_grads(root: FlatUnit, max_norm: float, norm_type: float) -> torch.Tensor:
-    """Collective over the ranks of the root unit. Clip the gradients of its whole model, see ``clip_grad_norm``.
+    """Clip the gradients of its whole model, see ``clip_grad_norm``. Collective over the ranks of the root unit.
 
     Parameters that are ignored count once, as if they were the same on all ranks.
 
@@ -64,7 +64,7 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float = 2.0,
 ) -> torch.Tensor:
-    """Collective over `comms`. Scale gradients so that their norm, over all ranks, is at most `max_norm`.
+    """Scale gradients so that their norm, over all ranks, is at most `max_norm`. Collective over `comms`.
 
     Each element counts once: shards do not overlap, and padding is zero.
 
@@ -109,7 +109,7 @@ def clip_grad_norm(
 
 
 def _sum_of_powers(grads: Sequence[torch.Tensor], p: float, dtype: torch.dtype) -> torch.Tensor:
-    """The p-th power of the p-norm of gradients; the norm itself where p is inf."""
+    """Return the p-th power of the p-norm of gradients; the norm itself where p is inf."""
     norms: dict[torch.Tensor, torch.Tensor] = {}
     for group in of_one_kind(grads):
         computed = dtype.to_complex() if group[0].is_complex() else dtype

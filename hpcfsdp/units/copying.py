@@ -43,7 +43,7 @@ def _copy_attributes(unit: Any, made: Any, names: Iterable[str]) -> None:
 
 
 def copy_wrapper(unit: FlatUnit, memo: Memo) -> nn.Module:
-    """Collective over the ranks of the units in a wrapper. Copy the wrapper of `unit`, with its shards and hooks.
+    """Copy the wrapper of `unit`, with its shards and hooks. Collective over the ranks of the units in a wrapper.
 
     `memo` is that of ``copy.deepcopy``.
 
@@ -66,7 +66,7 @@ def copy_wrapper(unit: FlatUnit, memo: Memo) -> nn.Module:
 
 
 def _copy_flat(flat: FlatParam, memo: Memo) -> FlatParam:
-    """Collective over ``flat.comm`` where ranks share memory."""
+    """Copy a flat parameter. Collective over ``flat.comm`` where ranks share memory."""
     leaves = []
     for leaf in flat.leaves:
         other = nn.Parameter.__new__(type(leaf), leaf.data, leaf.requires_grad)  # its memory is set below
@@ -81,7 +81,7 @@ def _copy_flat(flat: FlatParam, memo: Memo) -> FlatParam:
 def _fill_flat_unit(
     unit: FlatUnit, made: FlatUnit, wrapper: nn.Module, sharded_params: list[FlatParam], memo: Memo
 ) -> None:
-    """Collective over the ranks of the unit."""
+    """Make the copy a unit of its own. Collective over the ranks of the unit."""
 
     def entry_of(entry: OwnParam) -> OwnParam:
         return replace(entry, param=memo[id(entry.param)], places=_copy_places(entry.places, memo))

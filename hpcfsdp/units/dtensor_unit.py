@@ -116,7 +116,7 @@ class DTensorUnit(ModelUnit):
         return [module for ref in self._modules if (module := ref()) is not None]
 
     def _holders(self) -> Iterable[nn.Module]:
-        """The modules that hold its parameters."""
+        """Return the modules that hold its parameters."""
         return dict.fromkeys(place for each in self.own for place, _ in each.param.places)
 
     def add_state_hooks(self) -> None:
@@ -152,7 +152,7 @@ class DTensorUnit(ModelUnit):
         return not self.is_stale and all(flat.fits() for flat in self.sharded_params)
 
     def refresh(self) -> None:
-        """Collective over the unit's ranks, unless it ``fits``. ``prepare`` it, unless a parameter has no memory yet.
+        """``prepare`` it, unless a parameter has no memory yet. Collective over the unit's ranks, unless it ``fits``.
 
         A program may keep a state dict: it stays that of the model as long as the rows stay where they are.
         """
@@ -160,19 +160,19 @@ class DTensorUnit(ModelUnit):
             self.prepare()
 
     def remake(self) -> None:
-        """Collective over the unit's ranks. Make the memory of the rows anew, as options have changed."""
+        """Make the memory of the rows anew, as options have changed. Collective over the unit's ranks."""
         self.is_stale = True
         self.refresh()
 
     def check_ready(self) -> None:
-        """Collective over the unit's ranks, the first time since its parameters were on the meta device."""
+        """Refuse parameters without values. Collective over the unit's ranks, the first time after the meta device."""
         if self.uninitialised:
             with raise_together_over(self.mesh.subgroups()):
                 refuse_uninitialised(self.uninitialised)
             self.uninitialised = []
 
     def prepare(self) -> None:
-        """Collective over the unit's ranks, unless it ``fits``. Make the memory of the rows.
+        """Make the memory of the rows. Collective over the unit's ranks, unless it ``fits``.
 
         Raises:
             EngineError: a parameter is on the meta device.
@@ -338,7 +338,7 @@ class _DTensorUnitHooks(UnitHooks):
 
 @torch.no_grad()
 def shard_param(entry: OwnParam, mesh: UnitMesh, dim: int, options: UnitOptions) -> OwnDTensor:
-    """Collective over the ranks of `mesh`, the first time. Replace a parameter by this rank's rows of it.
+    """Replace a parameter by this rank's rows of it. Collective over the ranks of `mesh`, the first time.
 
     Rows of a parameter on the meta device stay there.
 

@@ -101,7 +101,7 @@ class ModelUnit(Unit):
         """Not collective. Return the units in its module, itself included, outer ones first."""
 
     def confirm(self) -> None:
-        """Collective over the unit's ranks. Refuse units inside that ranks have not made together.
+        """Refuse units inside that ranks have not made together. Collective over the unit's ranks.
 
         Raises:
             DisagreementError: on all ranks; names both units.
@@ -113,10 +113,10 @@ class ModelUnit(Unit):
                 compare_units(comm.all_gather_object(made_inside(self.wrapper, comm)), rank_names(comm))
 
     def prepare(self) -> None:
-        """Collective over the unit's ranks. Called before it gets a root."""
+        """Do what comes before the unit gets a root. Collective over the unit's ranks."""
 
     def check_ready(self) -> None:
-        """Collective over the unit's ranks. Called then, when it has memory."""
+        """Check the unit then, when it has memory. Collective over the unit's ranks."""
 
     def choose_reshard(self) -> None:
         """Set ``reshard_after_forward``. The root's backward begins where its forward ends, so it keeps its values."""

@@ -29,7 +29,7 @@ _HYBRID = (ShardingStrategy.HYBRID_SHARD, _compat.hybrid_shard_zero2())
 def resolve_mesh(
     process_group: Any, device_mesh: DeviceMesh | None, sharding_strategy: ShardingStrategy | None
 ) -> UnitMesh:
-    """Collective over its ranks. Return the mesh for the wrapper's arguments, without "tensor".
+    """Return the mesh for the wrapper's arguments, without "tensor". Collective over its ranks.
 
     ``FULL_SHARD`` and ``SHARD_GRAD_OP`` shard over `process_group`, a 1-D `device_mesh`, or all ranks. ``NO_SHARD``
     replicates over them. The hybrid strategies take a pair (shard, replicate) of groups, a 2-D mesh with the dimensions
@@ -95,7 +95,7 @@ def _of_two(
     data: Communicator | None,
     device_mesh: DeviceMesh | None = None,
 ) -> UnitMesh:
-    """Collective over `data`."""
+    """Make the mesh of a unit. Collective over `data`."""
     grid = None
     if data is not None:
         grid = np.zeros((replicate.size, shard.size), np.int64)  # in a fake world all ranks have one place
@@ -105,7 +105,7 @@ def _of_two(
 
 
 def _for_strategy(mesh: UnitMesh, strategy: ShardingStrategy) -> UnitMesh:
-    """The mesh of another unit for this strategy."""
+    """Return the mesh of another unit for this strategy."""
     if strategy is mesh.strategy:
         return mesh
     if strategy in _HYBRID and mesh.is_hybrid:
@@ -150,7 +150,7 @@ def _hybrid(process_group: Any, device_mesh: DeviceMesh | None, strategy: Shardi
 
 
 def _communicator(group: Any) -> Communicator:
-    """The communicator for a process group, remembered with that group."""
+    """Return the communicator for a process group, remembered with that group."""
     comm = communicator_for(group, required=True)
     if isinstance(group, dist.ProcessGroup):
         GroupCache.current().remember(comm, group)
@@ -158,7 +158,7 @@ def _communicator(group: Any) -> Communicator:
 
 
 def _check_grid(shard: Communicator, replicate: Communicator) -> None:
-    """Collective over both. Refuse groups that are not the rows and columns of a grid."""
+    """Refuse groups that are not the rows and columns of a grid. Collective over both."""
     rows = shard.all_gather_object((replicate.rank, replicate.size))
     columns = replicate.all_gather_object((shard.rank, shard.size))
     for name, places, other in (("shard", rows, "replicate"), ("replicate", columns, "shard")):
@@ -171,7 +171,9 @@ def _check_grid(shard: Communicator, replicate: Communicator) -> None:
 
 
 def _node_groups() -> tuple[Communicator, Communicator]:
-    """Collective over all ranks, the first time. The ranks of this node, and those of this local rank on all nodes."""
+    """Return the ranks of this node, and those of this local rank on all nodes. Collective over all ranks, the first
+    time.
+    """
     everyone, cache = communicator_for(None, required=True), GroupCache.current()
     topology = cache.topology()
     if topology.ranks_per_node is None:
@@ -189,7 +191,7 @@ def _node_groups() -> tuple[Communicator, Communicator]:
 
 
 def with_dtensors(mesh: UnitMesh, module: nn.Module, ignored: Collection[torch.Tensor] = ()) -> UnitMesh:
-    """Collective over the unit's ranks, and over those of its DTensors, if any. These become "tensor".
+    """Return these become "tensor". Collective over the unit's ranks, and over those of its DTensors, if any.
 
     Args:
         mesh: of the future unit of `module`.

@@ -50,7 +50,7 @@ class _FlatUnitHooks(UnitHooks):
     _stays_whole = False
 
     def before_saving(self, module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
-        """Called by ``nn.Module.state_dict``."""
+        """Refuse a state dict of shards; ``nn.Module.state_dict`` calls this."""
         if not self._shows_whole(reading=True):
             self._refuse(
                 f"the parameters of this {type(module).__name__} are sharded, and its own state_dict() would return "
@@ -59,7 +59,7 @@ class _FlatUnitHooks(UnitHooks):
             )
 
     def before_loading(self, module: nn.Module, *_arguments: Any) -> None:
-        """Called by ``nn.Module.load_state_dict``."""
+        """Refuse to load into shards; ``nn.Module.load_state_dict`` calls this."""
         if not self._shows_whole(reading=False):
             self._refuse(
                 f"the parameters of this {type(module).__name__} are sharded, and its own load_state_dict() expects "
@@ -67,7 +67,7 @@ class _FlatUnitHooks(UnitHooks):
             )
 
     def before_forward(self, module: nn.Module, _arguments: Any) -> None:
-        """Called before a forward of the module, unless the unit is in a forward or backward."""
+        """Refuse a forward of the module, unless the unit is in a forward or backward."""
         if not self._shows_whole(reading=True) and not self._is_unsharded():
             unit = self._unit()
             raise EngineError(
@@ -99,7 +99,7 @@ class _FlatUnitHooks(UnitHooks):
         return super().__reduce__()
 
     def _shows_whole(self, *, reading: bool) -> bool:
-        """Whether the module holds whole parameters under their names; in a forward they can only be read."""
+        """Return whether the module holds whole parameters under their names; in a forward they can only be read."""
         unit = self._unit()
         if unit is None:
             return self._is_inert or self._stays_whole
@@ -149,7 +149,7 @@ def showing_state(unit: FlatUnit) -> Iterator[None]:
 
 
 def refuse_mistakes(unit: FlatUnit) -> None:
-    """Called while a function of ``torch.distributed.checkpoint.state_dict`` reads the names of a model.
+    """Refuse what cannot be right while ``torch.distributed.checkpoint.state_dict`` reads the names of a model.
 
     Raises:
         StateDictError: it would give wrong results for a model of this package.
@@ -163,7 +163,7 @@ def refuse_mistakes(unit: FlatUnit) -> None:
 
 
 def _mistaken(unit: FlatUnit, call: _compat.StockCall) -> str | None:
-    """What a call would use wrongly, for a message; None if its results are right."""
+    """Return what a call would use wrongly, for a message; None if its results are right."""
     if call.has_optimizers:
         return "the shards that the optimizer steps as whole parameters"
     if call.function.startswith("set_"):
@@ -238,7 +238,7 @@ class RefusesOtherWrappers:
 
 
 def refuse_ddp_around(unit: FlatUnit) -> None:
-    """Called when a wrapper lists its own parameters, as torch's DistributedDataParallel does for all modules.
+    """Refuse torch's DistributedDataParallel around units, which lists the parameters of each wrapper.
 
     Raises:
         EngineError: one is under construction around the wrapper, and would average sharded parameters.

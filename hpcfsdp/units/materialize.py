@@ -108,7 +108,7 @@ def tensors_on_meta(root: nn.Module, ignored: Ignored = NOTHING_IGNORED) -> list
 
 
 def _reached(root: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
-    """The FQNs and modules outside of units inside, inner ones before outer ones, each once."""
+    """Return the FQNs and modules outside of units inside, inner ones before outer ones, each once."""
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, fqn: str) -> Iterator[tuple[str, nn.Module]]:
@@ -163,7 +163,7 @@ def _reset(found: list[MetaTensor], device: torch.device, values_count: bool) ->
 
 
 def _with_memory(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The whole parameter or buffer on `device`, filled as uninitialised."""
+    """Return the whole parameter or buffer on `device`, filled as uninitialised."""
     if isinstance(meta, DTensor):
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
         _fill(tensor)
@@ -203,7 +203,7 @@ def _call(param_init_fn: Callable[[nn.Module], Any], found: list[MetaTensor], re
 
 
 def _needs_init(module: nn.Module, inner: set[nn.Module]) -> bool:
-    """Whether to call the user's function with a module."""
+    """Return whether to call the user's function with a module."""
     own = _tensors_of([module])
     return any(tensor.is_meta for tensor in own or _tensors_of(child for child in module.modules() if child in inner))
 
@@ -290,7 +290,7 @@ def _fill(tensor: torch.Tensor) -> None:
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is uninitialised, at least in part."""
+    """Return whether a tensor is uninitialised, at least in part."""
     local = _local(tensor)
     if not local.numel() or local.layout is not torch.strided:
         return False
@@ -311,7 +311,7 @@ def _sentinel(dtype: torch.dtype) -> int:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's block; reading more would be collective."""
+    """Return this rank's block; reading more would be collective."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 

@@ -80,7 +80,7 @@ def cast_buffers(
 
 
 def follow_eval_mode(root: FlatUnit) -> None:
-    """Collective over the units' ranks, at rest. Have units compute in the dtype of their shards in eval mode.
+    """Have units compute in the dtype of their shards in eval mode. Collective over the units' ranks, at rest.
 
     ``FSDP_USE_FULL_PREC_IN_EVAL`` asks for it.
 

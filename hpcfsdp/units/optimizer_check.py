@@ -41,7 +41,7 @@ def _owned(flat: torch.Tensor) -> list[list[torch.Tensor]]:
 
 
 def whole_runs(flat: torch.Tensor) -> list[list[torch.Tensor]]:
-    """Each tensor is on one rank, without its shape."""
+    """Return each tensor is on one rank, without its shape."""
     return [[flat[:128]], [flat[128:]]]
 
 
@@ -82,7 +82,7 @@ def check_on_shards(optimizer: torch.optim.Optimizer, split: Split) -> None:
 
 
 def _kinds_of_groups(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
-    """The options of groups, those that differ in names and rates alone once."""
+    """Yield the options of groups, those that differ in names and rates alone once."""
     seen: list[str] = []
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -125,7 +125,7 @@ def _start() -> torch.Tensor:
 def _train(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], split: Split, step: Callable[..., Any]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What each rank comes to: the values of its elements by step, and at the end the numbers in its groups."""
+    """Return what each rank comes to: the values of its elements by step, and at the end the numbers in its groups."""
     found = []
     slopes = 0.5 + torch.arange(192, dtype=torch.float64) % 5
     for start, slope in zip(split(_start()), split(slopes), strict=True):
@@ -144,7 +144,7 @@ def _train(
 
 
 def _loss(params: list[nn.Parameter], slopes: list[torch.Tensor], place: float | None) -> torch.Tensor:
-    """A sum over elements, whose gradients it sets; without `place` gradients at right angles to the parameters."""
+    """Return a sum over elements, whose gradients it sets; without `place`, at right angles to the parameters."""
     loss = torch.zeros((), dtype=torch.float64)
     for param, slope in zip(params, slopes, strict=True):
         pairs = param.detach().unflatten(-1, (-1, 2))
@@ -234,7 +234,7 @@ def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _splits(params: set[Any]) -> Iterator[Split]:
-    """How ranks hold those of `params` that are of flat parameters and sharded."""
+    """Yield how ranks hold those of `params` that are of flat parameters and sharded."""
     for flat in list(flat_params):  # a closure may be the first to call the model, so there may be no root
         if flat.comm.size > 1 and not params.isdisjoint(flat.stepped):
             slots = flat.layout.slots if flat.use_orig_params else ()

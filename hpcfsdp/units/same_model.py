@@ -22,7 +22,7 @@ Made = Sequence[tuple[str, str]]
 
 
 def new_label(comm: Communicator) -> str:
-    """Collective over `comm`. Make a label of what its ranks make together."""
+    """Make a label of what its ranks make together. Collective over `comm`."""
     return comm.broadcast_object(uuid.uuid4().hex[:12])
 
 
@@ -58,7 +58,7 @@ def check_same_model(
     values: Mapping[str, torch.Tensor] | None = None,
     inside: Made = (),
 ) -> tuple[str, str | None]:
-    """Collective over `comm`. Raise on every rank, naming the first difference, unless all have the same parameters.
+    """Raise on every rank, naming the first difference, unless all have the same parameters. Collective over `comm`.
 
     Where ranks ignore different modules and only the numbers of these modules' siblings differ in names, it warns.
 
@@ -107,7 +107,7 @@ def _compare_parameters(
     names: Sequence[int],
     counted_fqns: Mapping[str, str],
 ) -> None:
-    """Collective over `comm`. Raise, or warn where only numbers in names differ.
+    """Raise, or warn where only numbers in names differ. Collective over `comm`.
 
     Args:
         differs: by rank, whether its layouts are not those of rank 0.
@@ -141,7 +141,7 @@ def _compare_parameters(
 
 
 def _first_pair(left: list, right: list) -> tuple[int, tuple, tuple] | None:
-    """The index of the first parameter in which two ranks differ, and both descriptions."""
+    """Return the index of the first parameter in which two ranks differ, and both descriptions."""
     for index, ((first, _), (second, _)) in enumerate(zip_longest(left, right, fillvalue=(_NOTHING, ""))):
         if first != second:
             return index, first, second
@@ -149,7 +149,7 @@ def _first_pair(left: list, right: list) -> tuple[int, tuple, tuple] | None:
 
 
 def _first_difference(everyone: Sequence[Mapping[str, int]], names: Sequence[int]) -> str | None:
-    """The first tensor with different checksums, of those that all ranks have."""
+    """Return the first tensor with different checksums, of those that all ranks have."""
     for name, first in everyone[0].items():
         held = [sums.get(name) for sums in everyone]
         others = [str(names[rank]) for rank, checksum in enumerate(held) if checksum != first]

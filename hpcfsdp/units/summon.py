@@ -50,7 +50,7 @@ class _Unsharded:
 
 
 def validate_unshard_params_args(args: UnshardArgs, unit: FlatUnit) -> None:
-    """Collective under `with_grads`. Refuse a unit that is in use or summoned already; warn of a copy per rank."""
+    """Refuse a unit that is in use or summoned; warn of a copy per rank. Collective under `with_grads`."""
     unit.check_at_rest("summon_full_params")
     if args.with_grads and unit.root is not None and any(grad.held is not None for grad in unit.grads):
         with raise_together_over(unit.mesh.subgroups()):
@@ -73,7 +73,7 @@ def unshard_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Collective over the process groups. Gather whole parameters of the units in `module` within a context.
+    """Gather whole parameters of the units in `module` within a context. Collective over the process groups.
 
     In the context each parameter is an ``nn.Parameter`` of its original shape, and ``named_parameters()`` gives
     original names. Parameters may be changed in place, by ``.data``, or by assigning another parameter to the module.
@@ -113,7 +113,7 @@ def walk_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Collective over the process groups, at each step. Iterate over the units of a model, one whole at a time.
+    """Iterate over the units of a model, one whole at a time. Collective over the process groups, at each step.
 
     It is for models that are larger than the memory of one device. Arguments are those of ``unshard_params``.
 
@@ -130,7 +130,7 @@ def walk_full_params(
 
 @contextlib.contextmanager
 def unshard_params_for_summon(unit: FlatUnit, args: UnshardArgs) -> Iterator[None]:
-    """Collective over the wrapper's process groups. Return a context in which the parameters of one unit are whole."""
+    """Return a context in which the parameters of one unit are whole. Collective over the wrapper's process groups."""
     unit.begin_summon()
     try:
         unsharded = unshard_fsdp_state_params(unit, args)
@@ -154,7 +154,7 @@ def unshard_params_for_summon(unit: FlatUnit, args: UnshardArgs) -> Iterator[Non
 
 @torch.no_grad()
 def unshard_fsdp_state_params(unit: FlatUnit, args: UnshardArgs) -> list[_Unsharded]:
-    """Collective over the wrapper's process groups. Gather the flat parameters of one unit, and their gradients."""
+    """Gather the flat parameters of one unit, and their gradients. Collective over the wrapper's process groups."""
     unsharded = []
     for flat in unit.sharded_params:
         flat.adopt_user_data()
@@ -217,7 +217,7 @@ def deregister_orig_params(unit: FlatUnit) -> None:
 
 @torch.no_grad()
 def writeback_to_local_shard(whole: _Unsharded, args: UnshardArgs) -> None:
-    """Collective over the process groups under `rank0_only`. Write the values of the leaves into the shard.
+    """Write the values of the leaves into the shard. Collective over the process groups under `rank0_only`.
 
     Raises:
         EngineError: a parameter has another shape than before.
@@ -240,7 +240,7 @@ def writeback_to_local_shard(whole: _Unsharded, args: UnshardArgs) -> None:
 
 
 def _gathered(flat: FlatParam, shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor | None:
-    """Collective over the shards. The whole values; None on ranks that do not get them."""
+    """Return the whole values; None on ranks that do not get them. Collective over the shards."""
     comm, shard = flat.comm, shard.to(flat.comm.device)
     target = torch.device("cpu") if args.offload_to_cpu else flat.device
     if args.rank0_only:
@@ -255,7 +255,7 @@ def _gathered(flat: FlatParam, shard: torch.Tensor, args: UnshardArgs) -> torch.
 
 
 def _store(whole: _Unsharded, shard: torch.Tensor, values: list[torch.Tensor], args: UnshardArgs) -> None:
-    """Collective under `rank0_only`. Write this rank's runs of whole values into a tensor laid out like the shard."""
+    """Write this rank's runs of whole values into a tensor laid out like the shard. Collective under `rank0_only`."""
     flat, layout = whole.flat, whole.flat.layout
     problem = _changed_shape(flat, values) if whole.present else None
     if args.rank0_only:  # the others will wait for rank 0's values
@@ -324,19 +324,19 @@ def _adopt_replaced(unit: FlatUnit) -> None:
 
 
 def _has_grad(flat: FlatParam) -> bool:
-    """Collective over the shards. Whether any rank has a gradient."""
+    """Return whether any rank has a gradient. Collective over the shards."""
     return _any_rank(flat, any(leaf.grad is not None for leaf in flat.leaves) or flat.parameter.grad is not None)
 
 
 def _any_rank(flat: FlatParam, here: bool) -> bool:
-    """Collective over the shards. Whether `here` is true on any rank."""
+    """Return whether `here` is true on any rank. Collective over the shards."""
     found = torch.tensor([here], dtype=torch.uint8, device=flat.comm.device)
     flat.comm.all_reduce(found, "max")
     return bool(found)
 
 
 def _shard_grad(flat: FlatParam) -> torch.Tensor:
-    """The gradient of the shard as one tensor; zero where there is none."""
+    """Return the gradient of the shard as one tensor; zero where there is none."""
     if not flat.use_orig_params:
         return flat.parameter.grad if flat.parameter.grad is not None else torch.zeros_like(flat.parameter)
     shard = torch.zeros_like(flat.parameter)

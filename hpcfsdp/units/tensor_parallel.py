@@ -99,7 +99,7 @@ def dtensors_shown(views: Iterable[TensorView]) -> Iterator[None]:
 
 
 def _shown(view: TensorView, block: torch.Tensor) -> DTensor:
-    """A ``DTensor`` in the memory of a block, on any device."""
+    """Return a ``DTensor`` in the memory of a block, on any device."""
     return _compat.dtensor(_compat.at_its_storage(block), *view.placed)
 
 

@@ -174,7 +174,7 @@ class GroupCache:
 
     @_compat.outside_of_modes
     def joined_mesh(self, outer: DeviceMesh, inner: DeviceMesh, tensor: Communicator) -> DeviceMesh:
-        """Collective over `tensor`, the ranks of `inner`. Return a mesh of the dimensions of two unrelated meshes."""
+        """Return a mesh of the dimensions of two unrelated meshes. Collective over `tensor`, the ranks of `inner`."""
 
         def make() -> DeviceMesh:
             outers = dict(zip(self.global_ranks(tensor), tensor.all_gather_object(outer.mesh.tolist()), strict=True))
@@ -188,7 +188,7 @@ class GroupCache:
         return self._cached(("joined mesh", repr((outer.mesh.tolist(), inner.mesh.tolist()))), make)
 
     def topology(self) -> Topology:
-        """Collective over all ranks of the world. Which of them share a node."""
+        """Return which of them share a node. Collective over all ranks of the world."""
         return self._cached(("topology",), _topology)
 
 
@@ -206,7 +206,7 @@ def _topology() -> Topology:
 
 
 def rank_names(comm: Communicator) -> tuple[int, ...]:
-    """Collective over `comm`, the first time. Return its ranks in torch's default group, for messages."""
+    """Return its ranks in torch's default group, for messages. Collective over `comm`, the first time."""
     return GroupCache.current().global_ranks(comm) if dist.is_initialized() else tuple(range(comm.size))
 
 
@@ -288,7 +288,7 @@ class UnitMesh:
         return all(comm.rank == 0 for comm in self._chosen(dims).values())
 
     def comm(self, *dims: Dim) -> Communicator | Grid:
-        """Collective over these ranks, the first time. Return a communicator over them.
+        """Return a communicator over them. Collective over these ranks, the first time.
 
         For both data dimensions of a pair of groups that is not the world it is a ``Grid``.
         """
@@ -304,7 +304,7 @@ class UnitMesh:
         return Grid(data, tensor) if isinstance(data, Grid) else GroupCache.current().joined(data, tensor)[0]
 
     def connect(self) -> None:
-        """Collective over all ranks of the unit. Make the communicators that checkpoints and state dicts need."""
+        """Make the communicators that checkpoints and state dicts need. Collective over all ranks of the unit."""
         if self.tensor is not None and self.data is not None:
             self.comm()
             self.comm(self.dtensor_dim, "tensor")
@@ -318,7 +318,9 @@ class UnitMesh:
         return [self.data] if self.data is not None else [self.along["shard"], self.along["replicate"]]
 
     def ranks(self, *dims: Dim) -> tuple[int, ...]:
-        """Collective over these ranks, the first time. Their numbers in torch's default group, in ``comm``'s order."""
+        """Return their numbers in torch's default group, in ``comm``'s order. Collective over these ranks, the first
+        time.
+        """
         return GroupCache.current().global_ranks(self.comm(*dims))
 
     @cached_property
@@ -344,8 +346,9 @@ class UnitMesh:
         return self.ranks_by_dim()
 
     def ranks_by_dim(self, *dims: Dim) -> np.ndarray:
-        """Collective over these ranks, the first time. Return the ranks of ``comm(*dims)``: int64, replicas x shards x
-        tensor-parallel ranks. Both data dimensions need `data`."""
+        """Return the ranks of ``comm(*dims)``: int64, replicas x shards x tensor-parallel ranks. Collective over these
+        ranks, the first time. Both data dimensions need `data`.
+        """
         chosen = self._chosen(dims)
         data = [comm for name, comm in chosen.items() if name != "tensor"]
         if len(data) == 2 or not dims:
@@ -365,7 +368,7 @@ class UnitMesh:
         return ranks[grid]
 
     def placed(self, block: TensorBlock | None) -> tuple[DeviceMesh, list[Placement]]:
-        """Collective over all ranks of the unit, the first time. Mesh and placements of a ``DTensor`` of the unit.
+        """Mesh and placements of a ``DTensor`` of the unit. Collective over all ranks of the unit, the first time.
 
         Rows are cut along the last data dimension; along "tensor" the placements are those of `block`.
 
@@ -384,7 +387,7 @@ class UnitMesh:
         return joined, [placed[name] for name in joined.mesh_dim_names]
 
     def placed_rows(self, block: TensorBlock | None, dim: int) -> tuple[DeviceMesh, list[Placement]]:
-        """Collective over all ranks of the unit, the first time. Mesh and placements of rows of a parameter.
+        """Mesh and placements of rows of a parameter. Collective over all ranks of the unit, the first time.
 
         Args:
             block: of which each rank has rows; None for a parameter that is not tensor-parallel.
@@ -405,15 +408,15 @@ class UnitMesh:
         return mesh, placements
 
     def process_group(self) -> dist.ProcessGroup:
-        """Collective over `dtensor_ranks`, the first time. Torch's process group over them."""
+        """Torch's process group over them. Collective over `dtensor_ranks`, the first time."""
         return GroupCache.current().process_group(self.dtensor_ranks)
 
     def torch_mesh(self) -> DeviceMesh:
-        """Collective over `dtensor_ranks`, the first time. Return the user's mesh, or one of these ranks."""
+        """Return the user's mesh, or one of these ranks. Collective over `dtensor_ranks`, the first time."""
         return self.device_mesh or GroupCache.current().mesh(self.dtensor_ranks)
 
     def with_tensor(self, tensor_mesh: DeviceMesh | None) -> UnitMesh:
-        """Collective over the ranks of `tensor_mesh`, the first time. Return the same mesh with them as "tensor"."""
+        """Return the same mesh with them as "tensor". Collective over the ranks of `tensor_mesh`, the first time."""
         along = {name: comm for name, comm in self.along.items() if name != "tensor"}
         if tensor_mesh is not None:
             cache = GroupCache.current()

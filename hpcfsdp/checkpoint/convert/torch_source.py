@@ -282,7 +282,7 @@ class _Fetch:
 
 
 def _refused(error: pickle.UnpicklingError) -> str:
-    """torch's reason for refusing a pickle, without its advice."""
+    """Return torch's reason for refusing a pickle, without its advice."""
     lines = [line.strip() for line in str(error).splitlines()]
     first = next((line for line in lines if line.startswith("WeightsUnpickler error: ")), first_line(error))
     return first.removeprefix("WeightsUnpickler error: ").split(". Please")[0]

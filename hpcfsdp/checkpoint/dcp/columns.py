@@ -256,7 +256,7 @@ class ColumnExchange:
         values_of: Callable[[int], np.ndarray],
         agree: Callable[[], AbstractContextManager[None]],
     ) -> list[np.ndarray]:
-        """Collective over `comm`. Return the rows of a round, each as an array of its sizes, until the next round.
+        """Return the rows of a round, each as an array of its sizes, until the next round. Collective over `comm`.
 
         Args:
             specs: of the tensors of the round's rows.

@@ -383,7 +383,7 @@ def _write_items(
 
 @contextlib.contextmanager
 def _agreeing(comm: Communicator | None, temporary: TemporaryFile) -> Iterator[None]:
-    """Collective over `comm`, if there is one, at its end: all ranks raise what one has raised. Names the file."""
+    """Name the file in errors. Collective over `comm`, if there is one, at its end: all raise what one has raised."""
     with contextlib.nullcontext() if comm is None else raise_together(comm), naming_write_errors(temporary.path):
         try:
             yield

@@ -26,7 +26,7 @@ def checkpoint_path(directory: str | Path, step: int) -> Path:
 
 
 def new_token() -> str:
-    """Unique to a save: 8 random hexadecimal digits, then digits of this process, for ``was_abandoned``."""
+    """Return unique to a save: 8 random hexadecimal digits, then digits of this process, for ``was_abandoned``."""
     pid = os.getpid()
     return f"{secrets.token_hex(4)}{_system()}{pid:06x}{int(lock.started(pid)):010x}"
 

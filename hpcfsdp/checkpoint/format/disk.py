@@ -206,7 +206,7 @@ def sync(fd: int) -> None:
 
 
 def start_sync(fd: int, offset: int, nbytes: int) -> None:
-    """A hint to begin writing a range to the disk; return at once.
+    """Hint to begin writing a range to the disk; return at once.
 
     It declares that the range will not be read soon. Linux then starts to write its dirty pages, which would
     otherwise wait for ``sync``, with an idle disk until then.

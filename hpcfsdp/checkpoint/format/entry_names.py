@@ -59,7 +59,7 @@ class StateEntry:
         return "/".join(map(str, self.place))
 
     def to_json(self) -> dict[str, Any]:
-        """Its JSON in meta/state_dict."""
+        """Return its JSON in meta/state_dict."""
         types = {"types": [[list(path), kind] for path, kind in self.types]} if self.types else {}
         return {"path": list(self.path), self.kind: list(self.place), **types}
 

@@ -266,7 +266,7 @@ class BlockReader:
         self._read_checked(spec, row, (data[i : i + _CHUNK_BYTES] for i in range(0, len(data), _CHUNK_BYTES)))
 
     def _read_through(self, spec: TensorSpec, row: _Extent) -> None:
-        """The same, but keeps nothing."""
+        """Check the same, and keep nothing."""
         nbytes = row.numel * spec.itemsize
         if len(self._scratch) < min(_CHUNK_BYTES, nbytes):
             self._scratch = np.empty(_CHUNK_BYTES, np.uint8)

@@ -302,7 +302,7 @@ class Checksum:
         self._state = xxhash.xxh3_64()
 
     def add(self, part: Any) -> None:
-        """The next part, a buffer."""
+        """Take the next part, a buffer."""
         self._state.update(part)
 
     @property

@@ -70,7 +70,7 @@ def load(
     verify: bool = True,
     fresh: bool = True,
 ) -> CheckpointInfo:
-    """Collective over the model's ranks. Load a checkpoint that any number of ranks wrote.
+    """Load a checkpoint that any number of ranks wrote. Collective over the model's ranks.
 
     Restore parameters, buffers, the optimizer's state and hyper-parameters and the random number generators. Every byte
     is compared with its checksum while it is read. Nothing changes if the file does not fit. If a byte is damaged or
@@ -226,7 +226,7 @@ def _read_optimizer(reader: BlockReader, in_file: FileNames, restore: OptimizerR
 
 @contextlib.contextmanager
 def _nan_on_failure(tensors: Sequence[StateTensor]) -> Iterator[None]:
-    """If the block raises, these tensors are NaN afterwards, as far as their dtypes have it. Not collective."""
+    """Fill these tensors with NaN, as far as their dtypes have it, if the block raises. Not collective."""
     try:
         yield
     except BaseException:

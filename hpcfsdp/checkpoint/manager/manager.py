@@ -163,7 +163,7 @@ class CheckpointManager:
         config: Mapping[str, Any] | None = None,
         metrics: Metrics | None = None,
     ) -> Path:
-        """Collective over the model's ranks. Save a checkpoint of a step, and replace an earlier one of this step.
+        """Save a checkpoint of a step, and replace an earlier one of this step. Collective over the model's ranks.
 
         Wait for a save in progress first. An asynchronous save captures the values of the call: afterwards everything
         may be changed. Writing begins at once.
@@ -262,7 +262,7 @@ class CheckpointManager:
     def load_latest(
         self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, fresh: bool = True
     ) -> CheckpointInfo | None:
-        """Collective over the model's ranks. Load the checkpoint of the highest step that is not damaged.
+        """Load the checkpoint of the highest step that is not damaged. Collective over the model's ranks.
 
         If any rank cannot read a checkpoint, all ranks skip it, log a warning, and try the one before it; see
         ``passed_over``.

@@ -260,7 +260,7 @@ def _to_compare(
 def _compared(
     comm: Communicator, everyone: Sequence[_Compared], states: rng.States, leaves: _Leaves
 ) -> dict[str, np.ndarray]:
-    """Collective over `comm`. Compare plans and values of ranks; return the states of all generators on rank 0."""
+    """Compare plans and values of ranks; return the states of all generators on rank 0. Collective over `comm`."""
     for place, name in (
         (0, "the plan of the checkpoint (the tensors of model and optimizer)"),
         (2, "the kind of random number generators (of the device)"),

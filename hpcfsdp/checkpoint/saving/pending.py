@@ -257,7 +257,7 @@ class CopyQueue:
     """What is to be copied into a ring, one piece after the other. Not collective."""
 
     def __init__(self, pieces: Iterable[tuple[CopiedBlocks, torch.Tensor]]) -> None:
-        """The bytes of a piece, uint8, 1-D, are asked for when their turn comes: they may be a copy."""
+        """Take a piece. Its bytes, uint8, 1-D, are asked for when their turn comes: they may be a copy."""
         self._rest = iter(pieces)
         self._group: list[tuple[CopiedBlocks, torch.Tensor]] = []
         self._next = next(self._rest, None)
@@ -278,7 +278,7 @@ class CopyQueue:
         return self._group
 
     def done(self) -> None:
-        """The group has been copied."""
+        """Note that the group has been copied."""
         self._group = []
 
 

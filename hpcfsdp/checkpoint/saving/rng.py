@@ -52,7 +52,7 @@ def reseed(seed: int) -> None:
 
 
 def gather(comm: Communicator, mine: States) -> States:
-    """Collective over `comm`. Return the states of all ranks on rank 0, nothing on the others."""
+    """Return the states of all ranks on rank 0, nothing on the others. Collective over `comm`."""
     sent = torch.from_numpy(packed(mine)).to(comm.device)
     received = [torch.empty_like(sent) for _ in range(comm.size)] if comm.rank == 0 else None
     comm.gather(received, sent, 0)
@@ -61,7 +61,7 @@ def gather(comm: Communicator, mine: States) -> States:
 
 
 def scatter(comm: Communicator, form: States, of_ranks: States) -> States:
-    """Collective over `comm`. Return this rank's row; for ranks beyond those that have one it is the last row.
+    """Return this rank's row; for ranks beyond those that have one it is the last row. Collective over `comm`.
 
     Args:
         form: the same without rows, on all ranks.

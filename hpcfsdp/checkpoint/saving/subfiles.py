@@ -101,7 +101,7 @@ class SubfilesWriter(PosixWriter):
     def __init__(
         self, comm: Communicator, temporary: TemporaryFile, content: Content, *, least_bytes: int | None = None
     ) -> None:
-        """Collective over `comm`; touch no disk. `least_bytes`: see ``divide``."""
+        """`least_bytes`: see ``divide``. Collective over `comm`; touch no disk."""
         super().__init__(comm, temporary, content)
         topology = _topology_of(comm)
         self._parts = divide(content.plan, topology, LEAST_BYTES if least_bytes is None else least_bytes)

@@ -75,7 +75,7 @@ class TemporaryFile:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
-        """A descriptor to write with; the caller syncs before it leaves.
+        """Return a descriptor to write with; the caller syncs before it leaves.
 
         Raise TemporaryFileMissingError where there is no file.
         """

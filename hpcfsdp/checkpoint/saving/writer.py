@@ -49,7 +49,7 @@ def save(
     names: Sequence[str] | None = None,
     writer: str = "posix",
 ) -> Path:
-    """Collective over the model's ranks. Write model, optimizer and random number generators into one HDF5 file.
+    """Write model, optimizer and random number generators into one HDF5 file. Collective over the model's ranks.
 
     The file is written under a temporary name next to `path`, forced to disk by every rank, and renamed: at any moment
     `path` is the previous file, the new one, or absent. A failure on any rank is raised on every rank.

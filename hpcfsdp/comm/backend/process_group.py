@@ -40,7 +40,7 @@ def register() -> None:
 
 
 def _rendezvous(url: str, timeout: datetime.timedelta | None = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
-    """Collective over all processes of the job. Yield a store, and this rank and their number as MPI has them."""
+    """Yield a store, and this rank and their number as MPI has them. Collective over all processes of the job."""
     job, parts = current_job(), urlsplit(url)
     arguments = dict(parse_qsl(parts.query))  # of init_process_group
     known = {"rank": str(job.comm.rank), "world_size": str(job.comm.size)}
@@ -111,7 +111,7 @@ class MemberRendezvous:
             self.end(self._COMPLETE)
 
     def wait(self, timeout_s: float) -> None:
-        """Collective over the members. Wait until all are here, and agree on the list of members.
+        """Wait until all are here, and agree on the list of members. Collective over the members.
 
         MPI itself would wait without end for a rank that does not know that it is a member, and would block all other
         collectives meanwhile.

@@ -281,7 +281,7 @@ class MpiCommunicator(Communicator):
         return MpiCommunicator(comm, topology, timeout_s=self.timeout_s, compare_calls=self.compare_calls)
 
     def close(self) -> None:
-        """Collective over its ranks. Complete collectives in progress, free all memory, and refuse further calls."""
+        """Complete collectives in progress, free all memory, and refuse further calls. Collective over its ranks."""
         if self._closed:
             return
         try:
@@ -419,7 +419,7 @@ def _world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
 
 
 def create_group(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
-    """Collective over `ranks`, ascending ranks of `comm`. Creates a communicator of these."""
+    """Create a communicator of these. Collective over `ranks`, ascending ranks of `comm`."""
     group = comm.Get_group()
     members = group.Incl(ranks)
     # The tag separates creations at the same time, with the members.

@@ -48,7 +48,7 @@ def _fence() -> None:
 @_compat.outside_of_modes
 @torch.inference_mode(False)
 def share(node: MPI.Intracomm, nbytes: int) -> torch.Tensor:
-    """Collective over `node`, ranks that share memory. Maps `nbytes` zero bytes on all of them, as uint8.
+    """Map `nbytes` zero bytes on all of them, as uint8. Collective over `node`, ranks that share memory.
 
     The memory has no name (``memfd_create``, opened by the others through ``/proc``), so nothing stays in /dev/shm,
     however processes end, and the size of /dev/shm (64 MiB in many containers) is no limit. Where processes do not see

@@ -56,7 +56,7 @@ def labelled_barrier(memory: NodeMemory, label: str, rank: int, flag: bool) -> S
 
 
 def barrier_flags(memory: NodeMemory) -> torch.Tensor:
-    """The flags of the last ``labelled_barrier``, by rank.
+    """Return the flags of the last ``labelled_barrier``, by rank.
 
     Two for each rank in turn: a neighbour may be one barrier ahead before this rank has read its last one.
     """
@@ -91,7 +91,7 @@ def reduce_scatter(call: MpiCall, node: NodeView, pieces: Tensors, output: torch
 
 
 def all_reduce(call: MpiCall, node: NodeView, pieces: Tensors, reduction: Reduction) -> Steps:
-    """All pieces become their reduction over all ranks. `pieces` view this rank's region, one for each rank."""
+    """Have all pieces become their reduction over all ranks. `pieces` view this rank's region, one for each rank."""
     memory, mine = node.memory, pieces[node.rank]
     with _exclusive(memory):
         # In place: this rank alone reads its piece, in every neighbour's region and in its own.
@@ -109,7 +109,8 @@ def all_reduce(call: MpiCall, node: NodeView, pieces: Tensors, reduction: Reduct
 
 
 def _reduce_mine(call: MpiCall, node: NodeView, pieces: Tensors, output: torch.Tensor, reduction: Reduction) -> Steps:
-    """Each node reduces the pieces of its ranks and their clients. Each rank then reduces the nodes' partial results.
+    """Have each node reduce the pieces of its ranks and their clients. Each rank then reduces the nodes' partial
+    results.
 
     Nodes send partial results in the accumulation dtype, so each value is rounded once, for any topology.
     """

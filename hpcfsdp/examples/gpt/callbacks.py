@@ -11,10 +11,10 @@ class Callbacks:
     """Called by the training on every rank. These do nothing; ``hpcfsdp train`` has its own."""
 
     def before_save(self) -> None:
-        """Collective over all ranks. Called before anything is trained, and before each checkpoint."""
+        """Do what comes before a checkpoint, and before the training. Collective over all ranks."""
 
     def steps(self, done: int, last: int) -> contextlib.AbstractContextManager[Any]:
-        """A context for the steps `done` + 1 to `last`."""
+        """Return a context for the steps `done` + 1 to `last`."""
         return contextlib.nullcontext()
 
     def record(self, record: Mapping[str, Any]) -> None:

@@ -93,7 +93,7 @@ class Corpus:
 
 
 def standard_library() -> Path:
-    """The folder of the running Python's own source code."""
+    """Return the folder of the running Python's own source code."""
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -133,23 +133,23 @@ def make_split(paths: Sequence[str], held_out: float) -> Split:
 
 
 def train_window(seed: int, sample: int, corpus_bytes: int, length: int) -> int:
-    """The first byte of training sequence number `sample`; the same on any number of ranks."""
+    """Return the first byte of training sequence number `sample`; the same on any number of ranks."""
     return int(np.random.default_rng([seed, sample]).integers(corpus_bytes - length + 1))
 
 
 def share(step: int, batch: int, accumulation: int, rank: int, size: int) -> list[range]:
-    """The sample numbers of this rank in each micro-batch of a step; `batch` of them over all ranks."""
+    """Return the sample numbers of this rank in each micro-batch of a step; `batch` of them over all ranks."""
     cuts = [step * batch + batch * part // (accumulation * size) for part in range(accumulation * size + 1)]
     return [range(cuts[part * size + rank], cuts[part * size + rank + 1]) for part in range(accumulation)]
 
 
 def mask_seed(seed: int, step: int, part: int) -> int:
-    """The seed of the dropout masks of part `part` of a step's data; the same on any number of ranks."""
+    """Return the seed of the dropout masks of part `part` of a step's data; the same on any number of ranks."""
     return int(np.random.default_rng([seed, step, part]).integers(2**63))
 
 
 def spread_windows(corpus_bytes: int, length: int, count: int) -> list[int]:
-    """The first bytes of up to `count` windows of `length` bytes, spread evenly over a corpus without overlap."""
+    """Return the first bytes of up to `count` windows of `length` bytes, spread over a corpus without overlap."""
     count = min(count, corpus_bytes // length)
     slack = corpus_bytes - count * length
     return [index * length + slack * index // max(1, count - 1) for index in range(count)]

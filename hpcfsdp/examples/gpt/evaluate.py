@@ -32,7 +32,7 @@ class HeldOut:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, world: World, share: Share, corpus: Corpus, context: int, num_bytes: int) -> HeldOut:
-    """Collective over all ranks. Predict about `num_bytes` bytes in windows spread evenly over the corpus.
+    """Predict about `num_bytes` bytes in windows spread evenly over the corpus. Collective over all ranks.
 
     Args:
         share: this rank's part of the windows.

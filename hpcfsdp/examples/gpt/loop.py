@@ -127,7 +127,7 @@ class Trainer:
             )
 
     def _observe(self) -> observe.Run:
-        """The figures of the steps that follow."""
+        """Return the figures of the steps that follow."""
         config, shape = self.config.observe, self.config.model
         # A query attends to half of the context on average; a forward and backward multiply by keys and by values.
         attention = 6 * shape.layers * shape.context * shape.width
@@ -147,7 +147,7 @@ class Trainer:
         return self.observed
 
     def _train_step(self) -> tuple[float, float, float, int]:
-        """One optimizer step: loss in nats per byte, gradient norm, learning rate, bytes of this rank."""
+        """Return one optimizer step: loss in nats per byte, gradient norm, learning rate, bytes of this rank."""
         config, share = self.config, self.share
         # Each part of the data has its own dropout masks; ranks that compute with the same part need the same masks.
         torch.manual_seed(data.mask_seed(config.seed, self.step, share.rank))
@@ -314,7 +314,7 @@ def check_changes(config: RunConfig, corpus: str, info: checkpoint.CheckpointInf
 
 
 def on_rank_0(world: World, work: Callable[[], Result]) -> Result:
-    """Collective over all ranks. Have rank 0 do `work`: all ranks return its result, or raise its error."""
+    """Have rank 0 do `work`: all ranks return its result, or raise its error. Collective over all ranks."""
     result: Any = None
     error = None
     if world.rank == 0:

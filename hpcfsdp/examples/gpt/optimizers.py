@@ -13,7 +13,7 @@ from hpcfsdp.optim import Muon, WholeTensors
 
 
 def make_optimizer(config: RunConfig, model: FullyShardedDataParallel, world: World) -> torch.optim.Optimizer:
-    """Collective over all ranks. The optimizer of a sharded model."""
+    """Return the optimizer of a sharded model. Collective over all ranks."""
     optim = config.optim
     if config.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=optim.lr, **_adamw(optim))

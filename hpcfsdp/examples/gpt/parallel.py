@@ -33,7 +33,7 @@ class Share:
 
 
 def make_mesh(config: MeshConfig, world: World) -> DeviceMesh | None:
-    """Collective over all ranks. A mesh of "shard" and the dimensions of `config`; None without any.
+    """Return a mesh of "shard" and the dimensions of `config`; None without any. Collective over all ranks.
 
     Raises:
         LaunchError: nodes of different sizes, or in an order that fits no mesh.
@@ -49,7 +49,9 @@ def make_mesh(config: MeshConfig, world: World) -> DeviceMesh | None:
 
 
 def share_of(mesh: DeviceMesh | None, world: World) -> Share:
-    """This rank's part of the data: one for each shard of each replica; tensor-parallel ranks compute with the same."""
+    """Return this rank's part of the data: one for each shard of each replica; tensor-parallel ranks compute with the
+    same.
+    """
     if mesh is None:
         return Share(world.rank, world.size)
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
@@ -63,7 +65,9 @@ def share_of(mesh: DeviceMesh | None, world: World) -> Share:
 def shard(
     model: GPT, mesh: DeviceMesh | None, world: World, *, use_orig_params: bool = False
 ) -> FullyShardedDataParallel:
-    """Collective over all ranks. The model with one unit for each block; tensor-parallel if the mesh has "tensor"."""
+    """Return the model with one unit for each block; tensor-parallel if the mesh has "tensor". Collective over all
+    ranks.
+    """
     options: dict[str, Any] = {}
     if mesh is not None:
         if "tensor" in mesh.mesh_dim_names:
@@ -79,7 +83,7 @@ def shard(
 
 
 def to_device(windows: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Bytes as numbers of tokens. The copy to an accelerator does not hold up the program."""
+    """Return bytes as numbers of tokens. The copy to an accelerator does not hold up the program."""
     rows = torch.from_numpy(windows)
     if device.type != "cpu":
         rows = rows.pin_memory()
@@ -87,7 +91,7 @@ def to_device(windows: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def parallelize(model: GPT, mesh: DeviceMesh) -> None:
-    """Collective over `mesh`, of one dimension. Divide the blocks of a model over its ranks, in place, before wrapping.
+    """Divide the blocks of a model over its ranks, in place, before wrapping. Collective over `mesh`, of one dimension.
 
     Attention is divided by heads, feed-forward networks by hidden units: the first layer of each by columns, the second
     by rows, so that one sum over ranks completes each of the two. Embeddings, the head (tied to one of them) and norms

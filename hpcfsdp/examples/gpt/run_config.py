@@ -188,7 +188,7 @@ def as_list(values: list[str] | str) -> list[str]:
 
 
 def num_replicas(config: MeshConfig, num_nodes: int) -> int:
-    """Copies of the model on so many nodes."""
+    """Copy of the model on so many nodes."""
     return num_nodes if config.replicate == "nodes" else config.replicate
 
 
@@ -202,7 +202,7 @@ def changes(config: RunConfig, before: Mapping[str, Any]) -> dict[str, tuple[Any
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    """Join nested keys: {"a": {"b": 1}} -> {"a.b": 1}."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}

@@ -69,7 +69,7 @@ def save(
     optimizers: Sequence[torch.optim.Optimizer],
     step: int,
 ) -> None:
-    """Collective over all ranks. Write one file with model, optimizers, and what else Lightning keeps.
+    """Write one file with model, optimizers, and what else Lightning keeps. Collective over all ranks.
 
     Args:
         path: rank 0's counts.
@@ -86,7 +86,9 @@ def save(
 
 
 def others_in(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``Trainer.dump_checkpoint`` gives beside states of model and optimizers, which hooks must leave empty."""
+    """Return what ``Trainer.dump_checkpoint`` gives beside states of model and optimizers, which hooks must leave
+    empty.
+    """
     if any(found["state_dict"]) or any(found.get("optimizer_states", ())):
         raise CheckpointError(
             "a hook has put values into checkpoint['state_dict'] or ['optimizer_states'], which the file does not "
@@ -116,7 +118,7 @@ def load(
     *,
     is_fit: bool,
 ) -> dict[str, Any]:
-    """Collective over all ranks. Load model and optimizers from a file, and return the rest of Lightning's dict.
+    """Load model and optimizers from a file, and return the rest of Lightning's dict. Collective over all ranks.
 
     Args:
         path: rank 0's counts.
@@ -172,7 +174,7 @@ def _explained(path: str, error: CheckpointCorruptError) -> CheckpointCorruptErr
 
 
 def _check_resumable(path: str, *, needs_optimizer: bool) -> None:
-    """Raises CheckpointMismatchError unless the file has what ``fit`` goes on with."""
+    """Raise CheckpointMismatchError unless the file has what ``fit`` goes on with."""
     try:
         index = checkpoint.open_index(path)
     except CheckpointCorruptError as error:

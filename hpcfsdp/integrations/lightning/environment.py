@@ -23,7 +23,7 @@ class MPIClusterEnvironment(MPIEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Collective over all processes of the job. Whether MPI has several processes."""
+        """Return whether MPI has several processes. Collective over all processes of the job."""
         return current_job().comm.size > 1
 
     def world_size(self) -> int:
@@ -39,7 +39,7 @@ class MPIClusterEnvironment(MPIEnvironment):
         return self._job.topology.node_rank(self.global_rank())
 
     def local_size(self) -> int:
-        """Processes on this node."""
+        """Return processes on this node."""
         return len(self._job.topology.node_of(self.global_rank()))
 
     def num_nodes(self) -> int:

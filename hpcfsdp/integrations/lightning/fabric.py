@@ -38,17 +38,17 @@ class HpcfsdpFabricStrategy(ShardingOverMpi, ParallelStrategy):
         return module.no_sync() if enabled else contextlib.nullcontext()
 
     def module_to_device(self, module: nn.Module) -> None:
-        """The units move their parameters."""
+        """Do nothing: the units move their parameters."""
 
     def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[Any]:
-        """A context to build a model in: on the CPU, or on the meta device, where it takes no memory."""
+        """Return a context to build a model in: on the CPU, or on the meta device, where it takes no memory."""
         stack = contextlib.ExitStack()
         stack.enter_context(torch.device("meta" if empty_init else "cpu"))
         stack.enter_context(self.precision.module_init_context())
         return stack
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Collective over all ranks. Shard a model. Optimizers of its parameters stay valid."""
+        """Shard a model. Collective over all ranks. Optimizers of its parameters stay valid."""
         self._fit(self.precision, Precision, (MixedPrecision, DoublePrecision, HalfPrecision))
         metrics_to(module, self.root_device)
         if isinstance(module, FullyShardedDataParallel):
@@ -58,7 +58,7 @@ class HpcfsdpFabricStrategy(ShardingOverMpi, ParallelStrategy):
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: Any = 2.0, error_if_nonfinite: bool = True
     ) -> torch.Tensor:
-        """Collective over all ranks. Clip the gradients that `optimizer` steps to a norm over all ranks."""
+        """Clip the gradients that `optimizer` steps to a norm over all ranks. Collective over all ranks."""
         self.precision.unscale_gradients(optimizer)
         with grads_of(optimizer, [module]):
             norm: torch.Tensor = module.clip_grad_norm_(max_norm, norm_type)
@@ -74,7 +74,7 @@ class HpcfsdpFabricStrategy(ShardingOverMpi, ParallelStrategy):
     def save_checkpoint(
         self, path: Any, state: Mapping[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Collective over all ranks. Write one HDF5 file with the models, optimizers and other values of `state`.
+        """Write one HDF5 file with the models, optimizers and other values of `state`. Collective over all ranks.
 
         Raises:
             UsageError: there is no model in it, or an option that cannot be had.
@@ -90,7 +90,7 @@ class HpcfsdpFabricStrategy(ShardingOverMpi, ParallelStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Collective over all ranks. Load a file into the objects of `state`, or a model, and return what is left.
+        """Load a file into the objects of `state`, or a model, and return what is left. Collective over all ranks.
 
         Raises:
             UsageError: there is no model in `state`.
@@ -112,7 +112,7 @@ STRATEGY_REGISTRY.register(NAME, HpcfsdpFabricStrategy, "Shards models over all 
 
 
 def _sorted_out(state: Any) -> tuple[nn.Module, list[torch.optim.Optimizer], dict[str, Any]]:
-    """The models of a state as one, its optimizers, and all else."""
+    """Return the models of a state as one, its optimizers, and all else."""
     kinds = (nn.Module, torch.optim.Optimizer, object)
     found: tuple[dict[str, Any], ...] = ({}, {}, {})
     for key, each in (state or {}).items():

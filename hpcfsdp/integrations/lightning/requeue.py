@@ -39,7 +39,8 @@ class Requeue(Callback):
         self._step = -1
 
     def resume_path(self) -> str | None:
-        """Collective over all processes of the job. The file in the folder with the most steps that ``fit`` can resume.
+        """Return the file in the folder with the most steps that ``fit`` can resume. Collective over all processes of
+        the job.
 
         Rank 0 looks at ``*.h5`` and ``*.ckpt``. It leaves out files without optimizer, and logs which are damaged.
         None where there is no such file: the training starts.

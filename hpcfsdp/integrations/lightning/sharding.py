@@ -50,7 +50,7 @@ def checked_options(options: Options) -> dict[str, Any]:
 
 
 def dtypes_of(precision: Any) -> dict[str, Any]:
-    """The option for one of Lightning's precision plugins; {} where it leaves the dtypes as they are."""
+    """Return the option for one of Lightning's precision plugins; {} where it leaves the dtypes as they are."""
     dtype = _MIXED.get(getattr(precision, "precision", ""))
     return {} if dtype is None else {"mixed_precision": MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)}
 
@@ -63,7 +63,8 @@ def metrics_to(module: nn.Module, device: torch.device) -> None:
 
 
 def shard(module: pl.LightningModule, options: Options) -> tuple[nn.Module, list[FullyShardedDataParallel]]:
-    """Collective over all ranks, the first time. The model that computes steps, and its outermost sharded modules.
+    """Return the model that computes steps, and its outermost sharded modules. Collective over all ranks, the first
+    time.
 
     With automatic optimization the whole LightningModule is one root. With manual optimization a step runs backward
     inside of ``training_step``, so each child of the LightningModule is a root, and the model is the module itself.

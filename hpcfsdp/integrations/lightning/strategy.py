@@ -107,7 +107,7 @@ class ShardingOverMpi:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
-        """Collective over all processes of the job. ``hpcfsdp.init``, unless the program has called it.
+        """``hpcfsdp.init``, unless the program has called it. Collective over all processes of the job.
 
         Raises:
             LaunchError: the program has called it for another kind of device.
@@ -121,16 +121,16 @@ class ShardingOverMpi:
         super().setup_environment()
 
     def barrier(self, name: str | None = None) -> None:
-        """Collective over all ranks."""
+        """Wait for all ranks. Collective over all ranks."""
         if current_world() is not None:
             self.world.host.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Collective over all ranks, once a run has begun. The object of rank `src`, by pickle."""
+        """Return the object of rank `src`, by pickle. Collective over all ranks, once a run has begun."""
         return obj if current_world() is None else self.world.host.broadcast_object(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Collective over the group, all ranks by default. Reduce a tensor in place. Anything else stays as it is.
+        """Reduce a tensor in place. Collective over the group, all ranks by default. Anything else stays as it is.
 
         The mean of integers is an integer, rounded towards zero, as with Lightning's other strategies.
 
@@ -202,7 +202,7 @@ class HpcfsdpStrategy(ShardingOverMpi, ParallelStrategy):
     # The model and its steps.
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Collective over all ranks. Shard the model, if that has not happened, and make the optimizers for ``fit``."""
+        """Shard the model, if that has not happened, and make the optimizers for ``fit``. Collective over all ranks."""
         self.accelerator.setup(trainer)
         _refuse(trainer, self._layer_sync)
         module = self.precision_plugin.convert_module(self.lightning_module)
@@ -214,11 +214,11 @@ class HpcfsdpStrategy(ShardingOverMpi, ParallelStrategy):
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        """The units move their parameters."""
+        """Do nothing: the units move their parameters."""
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """A context to build a model in: on the CPU, or on the meta device, where it takes no memory."""
+        """Return a context to build a model in: on the CPU, or on the meta device, where it takes no memory."""
         where = torch.device("meta") if empty_init else contextlib.nullcontext()
         with where, self.precision_plugin.tensor_init_context():
             yield
@@ -234,7 +234,7 @@ class HpcfsdpStrategy(ShardingOverMpi, ParallelStrategy):
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Collective over all ranks. As Lightning's, but the backward comes before the step begins.
+        """As Lightning's, but the backward comes before the step begins. Collective over all ranks.
 
         An optimizer refuses to begin while ranks hold gradients of their own, which that backward reduces.
         """
@@ -242,7 +242,7 @@ class HpcfsdpStrategy(ShardingOverMpi, ParallelStrategy):
         return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
 
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Collective over all ranks. Clip the gradients that `optimizer` steps to a norm over all ranks."""
+        """Clip the gradients that `optimizer` steps to a norm over all ranks. Collective over all ranks."""
         with grads_of(optimizer, self._roots):
             if len(self._roots) == 1:
                 self._roots[0].clip_grad_norm_(clip_val)
@@ -266,13 +266,13 @@ class HpcfsdpStrategy(ShardingOverMpi, ParallelStrategy):
         return {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loaded with the file."""
+        """Do nothing: the file has been loaded as a whole."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loaded with the file."""
+        """Do nothing: the file has been loaded as a whole."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Collective over all ranks. See ``checkpoint_file.save``."""
+        """See ``checkpoint_file.save``. Collective over all ranks."""
         if self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
             raise _on_exception("a callback")
         if storage_options is not None:
@@ -283,7 +283,7 @@ class HpcfsdpStrategy(ShardingOverMpi, ParallelStrategy):
         checkpoint_file.save(filepath, others, host, self.model, optimizers, checkpoint["global_step"])
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Collective over all ranks. See ``checkpoint_file.load``. Files hold no pickles, whatever `weights_only`."""
+        """See ``checkpoint_file.load``. Collective over all ranks. Files hold no pickles, whatever `weights_only`."""
         is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if is_fit else None
         strict = self.lightning_module.strict_loading
@@ -301,7 +301,7 @@ StrategyRegistry.register(NAME, HpcfsdpStrategy, "Shards the model over all rank
 
 @contextlib.contextmanager
 def grads_of(optimizer: torch.optim.Optimizer, roots: Iterable[FullyShardedDataParallel]) -> Iterator[None]:
-    """A context in which parameters of the models that `optimizer` does not step have no gradients."""
+    """Return a context in which parameters of the models that `optimizer` does not step have no gradients."""
     own = set(_params(optimizer))
     others = [param for root in roots for param in root.parameters() if param not in own]
     hidden = [(param, param.grad) for param in others if param.grad is not None]
@@ -326,7 +326,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def _refuse(trainer: pl.Trainer, layer_sync: Any) -> None:
-    """Raises UsageError for options of the Trainer that would do something else than they should."""
+    """Raise UsageError for options of the Trainer that would do something else than they should."""
     if layer_sync is not None:
         raise UsageError(
             "sync_batchnorm=True is not supported: convert the module in configure_model, by "

@@ -236,7 +236,7 @@ def _unpickled(rank: int, text: bytes) -> Any:
 def allgather_state_info(
     ranks: Communicator | Grid, mine: RankState, digests: Sequence[Mapping[str, bytes]] | None = None
 ) -> GatheredState:
-    """Collective over `ranks`. Return the states of all ranks.
+    """Return the states of all ranks. Collective over `ranks`.
 
     Ranks exchange hashes, and then the parts that differ: with flat parameters usually none, with original parameters
     the states, as ranks have shards of different ones.

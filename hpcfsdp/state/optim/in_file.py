@@ -93,7 +93,7 @@ def local_state(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
 def gather_state(
     comm: Communicator, model: nn.Module, optimizer: torch.optim.Optimizer, states: States
 ) -> tuple[LocalOptimState, GatheredState | None]:
-    """Collective over `comm`. Return ``local_state``, and what ranks hold of original parameters, if there are any."""
+    """Return ``local_state``, and what ranks hold of original parameters, if there are any. Collective over `comm`."""
     with raise_together(comm) as exchange:
         hold_shards(model)
         own, message = local_state(model, optimizer, states), None

@@ -35,16 +35,16 @@ class StepsWholeTensors(Protocol):
     """An optimizer that steps whole tensors of sharded parameters, each on one rank."""
 
     def initial_state(self) -> dict[Any, dict[str, Any]]:
-        """Collective over all ranks of the model. Return what ``states_of_first_step`` gives for all optimizers."""
+        """Return what ``states_of_first_step`` gives for all optimizers. Collective over all ranks of the model."""
 
     def shown_state(self) -> Mapping[Any, dict[str, Any]]:
-        """Collective over all ranks of the model. Return state by sharded parameter, as if each rank stepped its shard.
+        """Return state by sharded parameter, as if each rank stepped its shard. Collective over all ranks of the model.
 
         What has another shape than the parameter is whole on all ranks, and marked by ``mark_whole_state``.
         """
 
     def load_shown_state(self, given: Mapping[Any, dict[str, Any]]) -> None:
-        """Collective over all ranks of the model. Replace the state by such state."""
+        """Replace the state by such state. Collective over all ranks of the model."""
 
 
 @dataclass(frozen=True, eq=False)

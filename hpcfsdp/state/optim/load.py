@@ -96,7 +96,7 @@ def _empty_shard(info: FSDPParamInfo, dtype: torch.dtype) -> torch.Tensor:
 
 
 def flatten_optim_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) -> dict[str, dict[str, Any]]:
-    """Collective over the ranks of ``info.mesh`` unless all values are plain tensors. Return a flat parameter's state.
+    """Return a flat parameter's state. Collective over the ranks of ``info.mesh`` unless all values are plain tensors.
 
     Args, returns: see ``allocate_optim_state``.
     """
@@ -108,7 +108,7 @@ def flatten_optim_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) -> 
 
 
 def broadcast_processed_state(ranks: Communicator | Grid, optim_state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Collective over `ranks`. Return the state dict of rank 0, with a ``Rank0Tensor`` for each tensor with dimensions.
+    """Return the state dict of rank 0, with a ``Rank0Tensor`` for each tensor with dimensions. Collective over `ranks`.
 
     Args:
         optim_state_dict: on rank 0; ignored elsewhere. ``state`` and ``param_groups`` are sent, and nothing else.
@@ -139,20 +139,21 @@ def _processed(optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def broadcast_state(ranks: Communicator | Grid, value: Any, device: torch.device) -> Any:
-    """Collective over `ranks` for a ``Rank0Tensor``: return the tensor, on `device` of all ranks. Return others as they
-    are."""
+    """Return others as they are. Collective over `ranks` for a ``Rank0Tensor``: return the tensor, on `device` of all
+    ranks.
+    """
     return broadcast_tensor(ranks, value).to(device) if isinstance(value, Rank0Tensor) else value
 
 
 def _loaded(ranks: Communicator | Grid, value: Any) -> Any:
-    """Collective over `ranks` where rank 0 alone has tensors. Return state of the plan as new memory."""
+    """Return state of the plan as new memory. Collective over `ranks` where rank 0 alone has tensors."""
     if isinstance(value, Rank0Tensor):
         return broadcast_state(ranks, value, ranks.device)
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _placed_like(param: DTensor, value: Any) -> Any:
-    """Collective over the mesh of a ``DTensor`` placed otherwise. Return state of a parameter, placed as it is."""
+    """Return state of a parameter, placed as it is. Collective over the mesh of a ``DTensor`` placed otherwise."""
     if not isinstance(value, torch.Tensor) or value.shape != param.shape:
         return value
     if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (param.device_mesh, param.placements):
@@ -174,7 +175,7 @@ def optim_state_dict_to_load(
     optim_input: OptimInput = None,
     group: Any = None,
 ) -> dict[str, Any]:
-    """Collective over all ranks of the model. Return the state dict that this rank's optimizer loads.
+    """Return the state dict that this rank's optimizer loads. Collective over all ranks of the model.
 
     All ranks check it, and compare what they have been given, before any tensor moves. Then one flat parameter at a
     time is filled. Neither the optimizer nor what was given is changed.
@@ -243,7 +244,7 @@ def optim_state_dict_to_load(
 
 
 def _scattered(plan: LoadPlan, ranks: Communicator | Grid, infos: Mapping[FSDPParamInfo, bool]) -> dict[str, Any]:
-    """Collective over all ranks, unless every rank has whole tensors. Return the state dict, once ranks agree.
+    """Return the state dict, once ranks agree. Collective over all ranks, unless every rank has whole tensors.
 
     Args:
         infos: the flat parameters; False where rank 0, which alone has tensors, has to send them whole.
@@ -279,6 +280,6 @@ def _scattered(plan: LoadPlan, ranks: Communicator | Grid, infos: Mapping[FSDPPa
 def _broadcast(
     tensors: dict[str, list[Any]], names: Iterable[str], ranks: Communicator | Grid, info: FSDPParamInfo
 ) -> None:
-    """Collective over `ranks`, where rank 0 alone has tensors. Send some of an entry to all ranks."""
+    """Send some of an entry to all ranks. Collective over `ranks`, where rank 0 alone has tensors."""
     for name in list(names):
         tensors[name] = [broadcast_state(ranks, value, info.flat.parameter.device) for value in tensors[name]]

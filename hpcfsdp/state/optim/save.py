@@ -307,7 +307,7 @@ def optim_state_dict(
     optim_input: OptimInput = None,
     group: Any = None,
 ) -> dict[str, Any]:
-    """Collective over all ranks of the model. Return the state dict of the optimizer of the whole model.
+    """Return the state dict of the optimizer of the whole model. Collective over all ranks of the model.
 
     All ranks compare what they have before any tensor moves. Then one flat parameter at a time is gathered.
 
@@ -371,7 +371,7 @@ def optim_state_dict(
 def _gathered(
     own: LocalOptimState, merged: Mapping[str, StateInfo], form: StateDictFormat, *, is_shown: bool
 ) -> dict[str, Any]:
-    """Collective over all ranks. Return the state dict, once ranks agree."""
+    """Return the state dict, once ranks agree. Collective over all ranks."""
     states: States = {}
     for info, state in own.flat_param_states(merged):
         if form.is_made_by(info.mesh):
@@ -393,7 +393,7 @@ def _gathered(
 
 
 def communicate_optim_state(info: FSDPParamInfo, state: FlatParamState, form: StateDictFormat) -> States:
-    """Collective over a replica of the unit. Return the state of a flat parameter's parameters, by their names.
+    """Return the state of a flat parameter's parameters, by their names. Collective over a replica of the unit.
 
     Returns:
         New memory. Nothing on ranks that the form leaves out.
