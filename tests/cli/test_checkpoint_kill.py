@@ -222,7 +222,8 @@ def test_after_a_kill_of_any_writer_the_next_one_succeeds_and_nothing_hidden_sta
     for name, turns in json.loads(job.stdout).items():
         *kills, (codes, *_) = turns
         assert codes == [0, 0], name
-        assert sum(bool(left) for _, left, _ in kills) > 1, name
+        # The lock of a run is made in one step, and leaves nothing hidden.
+        assert name == "records" or sum(bool(left) for _, left, _ in kills) > 1, name
         for codes, left, hidden in kills:
             # What was killed after its last change of a name is whole, and not replaced without force.
             refused = codes == [0, -9, 1] and not left and name in ("to dcp", "shards", "peft")

@@ -83,7 +83,8 @@ def check_extents(
     try:
         untiled = first_untiled(rows, [spec.numel for spec in specs.values()])
     except TilingError as error:
-        raise CheckpointCorruptError(f"{path}: damaged: {paths[error.tensor]}: {error}") from None
+        name = "" if error.tensor is None else f"{paths[error.tensor]}: "
+        raise CheckpointCorruptError(f"{path}: damaged: {name}{error}") from None
     if untiled is not None:
         raise CheckpointCorruptError(f"{path}: damaged: the runs of {paths[untiled]} do not tile it")
     _check_lengths(path, specs, rows)

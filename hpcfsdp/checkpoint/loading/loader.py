@@ -148,8 +148,8 @@ def load(
         if not fresh:
             with raise_together(comm):
                 _read_pieces(reader, twice, _PARTLY)
-    for buffer, value in grown:
-        buffer.data = value
+    for tensor, value in grown:
+        tensor.data = value
     for buffer in buffers_of(tensors):
         buffer.scatter()
         buffer.free()
@@ -414,7 +414,8 @@ def select_share(index: CheckpointIndex, places: np.ndarray, number: int, count:
     # A row belongs to the range with its middle. The ranks take ranges in turn.
     turns = max(1, -(-int(nbytes.sum()) // (count * _RANGE_BYTES)))
     ranges = (np.cumsum(nbytes) - nbytes // 2 - 1) * (turns * count) // max(1, nbytes.sum())
-    return places[ranges % count == number]
+    share: np.ndarray = places[ranges % count == number]
+    return share
 
 
 def _overlapping(rows: np.ndarray, tensor: StateTensor, is_peer: np.ndarray) -> np.ndarray:
@@ -428,4 +429,5 @@ def _overlapping(rows: np.ndarray, tensor: StateTensor, is_peer: np.ndarray) -> 
     first = rows["start"].astype(np.int64)
     last = first + schema.row_spans(rows)
     # Of the needed ranges that begin before a row ends, some do not end before it begins.
-    return np.searchsorted(begins, last) > np.searchsorted(ends, first, side="right")
+    overlapping: np.ndarray = np.searchsorted(begins, last) > np.searchsorted(ends, first, side="right")
+    return overlapping

@@ -35,7 +35,7 @@ from hpcfsdp.errors import (
     UsageError,
 )
 from hpcfsdp.hang.calls import public_call
-from hpcfsdp.params.layout import round_up
+from hpcfsdp.params.granularity import round_up
 from hpcfsdp.state.model import communicator_of
 
 log = logging.getLogger("hpcfsdp.checkpoint")

@@ -214,6 +214,7 @@ class PosixWriter:
         everyone = gather_sums(self._comm, self._content.plan, self._sums)
 
         def commit() -> None:
+            assert self._metadata_image is not None  # made by ``begin``, on this rank
             with naming_write_errors(self._temporary.path):
                 self._temporary.commit(self._metadata_image, extent_rows(self._content.plan, self._offsets, everyone))
 
