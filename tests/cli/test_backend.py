@@ -53,6 +53,7 @@ def test_a_stock_script_over_gloo_finds_its_ranks_through_mpi(script):
     assert "Traceback" not in job.stderr
 
 
+@pytest.mark.slow
 def test_process_groups_can_be_destroyed_and_made_again(script):
     job = script(
         """
@@ -235,6 +236,7 @@ def test_detail_mode_compares_calls_and_trains_models(script):
     assert words(job) == ["named", "named"]
 
 
+@pytest.mark.slow
 def test_a_hybrid_mesh_follows_the_nodes(script):
     job = script(
         """

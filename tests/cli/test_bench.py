@@ -15,6 +15,7 @@ def test_bench_collectives(hpcfsdp):
         assert all(len(way["seconds"]) == 2 and way["median_s"] > 0 for way in one["ways"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -37,6 +38,7 @@ def test_one_process_cannot_be_divided_into_nodes(command):
     assert "--split-nodes divides the ranks of a node" in job.stderr
 
 
+@pytest.mark.slow
 def test_bench_backends(hpcfsdp):
     job = hpcfsdp("bench", "backends", "--layers", "1", "--width", "16", "--repeats", "2", ranks=2)
     assert job.code == 0, job.stderr
@@ -58,6 +60,7 @@ def test_bench_step_measures_every_engine_with_equal_losses(hpcfsdp):
     assert measured["floor"]["loss"] > losses[0]
 
 
+@pytest.mark.slow
 def test_bench_step_with_tensor_parallelism(hpcfsdp):
     job = hpcfsdp("bench", "step", *SMALL, "--fused", "--tensor", "2", "--json", ranks=4)
     assert job.code == 0, job.stderr
@@ -78,6 +81,7 @@ def test_bench_host(hpcfsdp):
         assert "skipped" in one or (len(one["seconds"]) == 2 and "median_over_plain_s" in one)
 
 
+@pytest.mark.slow
 def test_bench_memory(start):
     job = start("-m", "hpcfsdp", "bench", "memory", *SMALL, "--json", ranks=2).wait(250)
     assert job.code == 0, job.stderr
@@ -89,6 +93,7 @@ def test_bench_memory(start):
         assert one["hpcfsdp_ratio"] > 0
 
 
+@pytest.mark.slow
 def test_bench_optim_state(start):
     shape = ("--layers", "2", "--width", "24", "--repeats", "2")
     job = start("-m", "hpcfsdp", "bench", "optim-state", *shape, "--json", ranks=3).wait(250)
@@ -103,6 +108,7 @@ def test_bench_optim_state(start):
     assert len(set(kinds)) == len(kinds) == 3 * 2 * 2
 
 
+@pytest.mark.slow
 def test_bench_whole_tensors(hpcfsdp):
     shape = ("--matrices", "4", "--width", "16", "--repeats", "2")
     job = hpcfsdp("bench", "whole-tensors", *shape, "--json", ranks=2)
@@ -116,6 +122,7 @@ def test_bench_whole_tensors(hpcfsdp):
     assert "--matrices 3 has to be a multiple of the 2 ranks" in job.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bench_checkpoint_measures_every_way_and_leaves_no_files(start, tmp_path, ranks):
     size = ("--bytes", "40KB", "--tensors", "13", "--folder", str(tmp_path))
@@ -195,6 +202,7 @@ def test_an_error_of_all_ranks_is_printed_once_without_the_class(hpcfsdp, tmp_pa
     assert json.loads(job.stdout)["error"]["exit_code"] == 1
 
 
+@pytest.mark.slow
 def test_bench_all_compares_two_runs(command, start, tmp_path):
     mpirun = f"{Path(sys.executable).parent / 'mpirun'} --map-by :OVERSUBSCRIBE"
     arguments = ("bench", "all", "--small", "--mpirun", mpirun, "--out", "new.json", "--figure", "new.svg")

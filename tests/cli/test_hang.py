@@ -93,6 +93,7 @@ def test_the_report_names_the_ranks_that_are_stuck_and_their_places(job, tmp_pat
     assert list((tmp_path / "run/hang").iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_before_the_limit_is_no_hang(job, tmp_path):
     started = job("late", hang_s=100).wait(90)
     assert started.code == 0, started.stderr
@@ -113,6 +114,7 @@ def test_a_report_on_demand_and_the_job_goes_on(job, hpcfsdp, tmp_path):
     assert started.process.poll() is None
 
 
+@pytest.mark.slow
 def test_a_report_where_no_rank_waits(job, hpcfsdp):
     job("all")
     asked = hpcfsdp("hang", "run")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpcfsdp.comm.mpi import messages as mpi_messages
+from hpcfsdp.comm.mpi import communicator, messages as mpi_messages
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
@@ -121,8 +121,8 @@ def test_unexpected_messages_in_parts_are_received_in_order(several, world, make
 def test_a_message_that_is_none_of_ours_is_refused(several, world, make_comm):
     comm, guarded = make_comm(timeout_s=60), Guarded()
     if world.rank == 1:
-        comm.comm.Send(bytearray(b"x" * 4_000_000), 0, comm._user_tag("", 0))
-        comm.comm.Send(bytearray(3), 0, comm._user_tag("", 0))
+        comm.comm.Send(bytearray(b"x" * 4_000_000), 0, communicator._TAG_USER)
+        comm.comm.Send(bytearray(3), 0, communicator._TAG_USER)
     if world.rank == 0:
         for nbytes in (4_000_000, 3):
             with pytest.raises(CommunicationError, match=rf"rank 1 sent {nbytes} bytes that belong to no"):

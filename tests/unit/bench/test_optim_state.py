@@ -85,6 +85,7 @@ class Echoing(Way):
         return {"state": trained}
 
 
+@pytest.mark.slow
 def test_engines_are_timed_if_their_results_agree():
     way = Echoing("state_dict", SHARDED)
     times = _times(FakeCommunicator(), way, {"a": {"x": TENSOR}, "b": {"x": TENSOR.clone()}}, repeats=3)

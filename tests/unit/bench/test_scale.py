@@ -22,6 +22,7 @@ def costs(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_every_phase_is_measured(costs):
     first, last = costs[64, "first"], costs[64, "last"]
     assert set(first) - set(last) == {"layout of the file, rank 0", "table of the file, rank 0"}
@@ -35,6 +36,7 @@ def test_every_phase_is_measured(costs):
     } <= set(last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["first", "last"])
 def test_memory_and_messages_grow_at_most_linearly(costs, which):
     few, many = costs[64, which], costs[512, which]
@@ -44,6 +46,7 @@ def test_memory_and_messages_grow_at_most_linearly(costs, which):
             assert getattr(cost, kind) <= 8 * max(0, getattr(few[phase], kind)) + 64 * KIB, (phase, kind)
 
 
+@pytest.mark.slow
 def test_a_step_needs_no_memory_for_other_ranks(costs):
     few, many = costs[64, "last"]["step"], costs[512, "last"]["step"]
     assert many.peak_bytes <= few.peak_bytes + 16 * KIB
@@ -65,6 +68,7 @@ def test_nodes_are_full(ranks):
         scale.measure(world_sizes=[ranks], layers=1, width=16, repeats=1)
 
 
+@pytest.mark.slow
 def test_the_table_shows_the_rank_that_pays_the_most():
     cost = scale.PhaseCost(0.5, 1 << 20, 1 << 19, 0)
     found = [

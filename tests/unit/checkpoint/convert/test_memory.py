@@ -49,6 +49,7 @@ def large(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "exporting", "importing"),
     # A few blocks, or the tensor that torch is at; in the other direction what is written at once, 64 MiB, and for DCP
