@@ -263,8 +263,8 @@ def scheduler_jobs() -> list[SchedulerJob]:
     found = []
     for scheduler in SCHEDULERS:
         number = next((os.environ[name] for name in scheduler.jobs if os.environ.get(name)), "")
-        if number:
-            index, end = os.environ.get(scheduler.array_index, ""), os.environ.get(scheduler.end, "")
+        index, end = os.environ.get(scheduler.array_index, ""), os.environ.get(scheduler.end, "")
+        if number or end:
             number += f"[{index}]" if index not in ("", "0") else ""
             restarts = os.environ.get(scheduler.restarts, "0") if scheduler.restarts else ""
             end_s = float(end) if end.isdecimal() and int(end) else None
@@ -274,7 +274,7 @@ def scheduler_jobs() -> list[SchedulerJob]:
 
 def scheduler_job() -> SchedulerJob:
     """Return the outermost job that this process is in; one without a number where there is none."""
-    return next(iter(scheduler_jobs()), SchedulerJob())
+    return next((job for job in scheduler_jobs() if job.number), SchedulerJob())
 
 
 def restarts() -> dict[str, int]:

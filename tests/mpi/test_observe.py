@@ -150,9 +150,9 @@ def test_a_trace_has_the_units_and_queues_of_all_ranks(world, shared_path, build
 
 
 @pytest.mark.ranks(2)
-def test_a_trace_across_nodes_has_the_gathers_and_the_reasons_of_waits(world, shared_path):
-    hosts = world.host.subgroup(range(world.size))
-    hosts.topology = hosts.topology.split(2) if world.num_nodes == 1 else hosts.topology
+def test_a_trace_across_nodes_has_the_gathers_and_the_reasons_of_waits(world, shared_path, make_comm):
+    topology = world.host.topology
+    hosts = make_comm(topology.split(2) if topology.num_nodes == 1 else topology)
     model = hpcfsdp.FullyShardedDataParallel(
         Chain(), process_group=hosts, auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=torch.device("cpu")
     )

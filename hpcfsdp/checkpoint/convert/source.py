@@ -12,9 +12,7 @@ import numpy as np
 
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.saving.writer import Elements
 from hpcfsdp.errors import CheckpointError, nearest
-from hpcfsdp.reshard.sharded_tensors import as_bytes
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 OPTIM_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
@@ -54,7 +52,7 @@ class ImportSource:
     """
 
     tensors: dict[str, Stored] = field(default_factory=dict)
-    reader: Elements | None = None
+    reader: schema.Elements | None = None
     links: list[tuple[str, str]] = field(default_factory=list)
     groups: list[dict[str, Any]] | None = None
     scalars: dict[str, Any] | None = None
@@ -68,11 +66,13 @@ class ImportSource:
         return [TensorSpec(path, stored.shape, stored.dtype) for path, stored in self.tensors.items()]
 
     def read(self, spec: TensorSpec, start: int, numel: int) -> np.ndarray:
-        """Read elements of a tensor; see ``Elements``. At most one tensor is in memory."""
+        """Read elements of a tensor; see ``schema.Elements``. At most one tensor is in memory."""
         if self.reader is not None:
             return self.reader(spec, start, numel)
         if self._last is None or self._last[0] != spec.path:
             self._last = None  # before the next comes
+            from hpcfsdp.reshard.sharded_tensors import as_bytes  # loads torch, which the tensor has loaded
+
             self._last = spec.path, as_bytes(self.tensors[spec.path].fetch())
         # A copy: blocks that wait to be written must not keep whole tensors in memory.
         return self._last[1][start * spec.itemsize : (start + numel) * spec.itemsize].copy()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -159,6 +160,10 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return self.numel * self.itemsize
+
+
+Elements = Callable[[TensorSpec, int, int], np.ndarray]
+"""Of a tensor, a first element and a number of elements: those elements, 1-D, of any dtype with these bytes."""
 
 
 @dataclass(frozen=True)

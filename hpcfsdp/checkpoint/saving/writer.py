@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpcfsdp.checkpoint.format import disk
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.catalog import new_token
 from hpcfsdp.checkpoint.format.metadata import MetadataImage
 from hpcfsdp.checkpoint.format.schema import TensorSpec
@@ -256,14 +256,10 @@ def by_buffer(tensors: Iterable[StateTensor]) -> dict[GatherBuffer | None, list[
     return places
 
 
-Elements = Callable[[TensorSpec, int, int], np.ndarray]
-"""Of a tensor, a first element and a number of elements: those elements, 1-D, of any dtype with these bytes."""
-
-
 def write_alone(
     path: str | os.PathLike[str],
     specs: Sequence[TensorSpec],
-    read: Elements,
+    read: schema.Elements,
     *,
     links: Sequence[tuple[str, str]] = (),
     step: int = 0,
