@@ -122,7 +122,7 @@ class DifferentValuesWarning(UserWarning):
 
 
 def rebuild(kind: str, message: str) -> HpcfsdpError:
-    """Return the error of another rank, from the name of its class and its message."""
+    """Return the error of another rank, from `kind`, the name of its class, and its message."""
     found = globals().get(kind)
     if isinstance(found, type) and issubclass(found, HpcfsdpError):
         return found(message)

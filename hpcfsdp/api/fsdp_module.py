@@ -25,7 +25,7 @@ from hpcfsdp.units.materialize import FillEmpty, tensors_on_meta
 
 
 class UnshardHandle(stock.UnshardHandle):
-    """What ``FSDPModule.unshard`` has begun."""
+    """What ``FSDPModule.unshard`` of a unit has begun."""
 
     def __init__(self, unit: DTensorUnit) -> None:
         self._unit: DTensorUnit | None = unit

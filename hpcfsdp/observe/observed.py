@@ -218,7 +218,7 @@ class Run:
 
     @contextlib.contextmanager
     def saving(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Return a context around ``checkpoint.save`` to this file, whose time becomes an event. Not collective."""
+        """Return a context around ``checkpoint.save`` to `path`, whose time becomes an event. Not collective."""
         began_ns = time.perf_counter_ns()
         with self.paused():
             yield
@@ -227,7 +227,7 @@ class Run:
             self.checkpoint(Saved(Path(path), self._step, os.stat(path).st_size, seconds, seconds, False))
 
     def checkpoint(self, saved: Saved) -> None:
-        """Add a checkpoint to ``events.jsonl``: for ``CheckpointManager(on_saved=run.checkpoint)``. Not collective."""
+        """Add the checkpoint `saved` to ``events.jsonl``: for ``CheckpointManager(on_saved=run.checkpoint)``. Not collective."""
         facts = {"path": str(saved.path), "bytes": saved.nbytes, "seconds": round(saved.seconds, 6)}
         facts |= {"held_s": round(saved.held_s, 6), "asynchronous": saved.asynchronous}
         if self._events is not None:

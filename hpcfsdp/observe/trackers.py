@@ -14,7 +14,7 @@ class Tracker(Protocol):
     """An object that gets figures. ``Run`` calls it on rank 0 alone."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take figures of a step by name, such as "loss" and "memory/peak_bytes"; all are finite."""
+        """Take figures of a step, `values` by name, such as "loss" and "memory/peak_bytes"; all are finite."""
 
     def close(self) -> None:
         """End: the run has ended."""
@@ -24,7 +24,7 @@ class TensorBoard:
     """Writes event files of TensorBoard to the folder tensorboard/ of the run, with torch's ``SummaryWriter``."""
 
     def __init__(self, directory: Path, *, resume_step: int = 0) -> None:
-        """Open the event file. TensorBoard hides what an earlier run has written of steps after `resume_step`."""
+        """Open the event file below `directory`. TensorBoard hides what an earlier run has written after `resume_step`."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(
@@ -32,6 +32,7 @@ class TensorBoard:
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the `values` of a step."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -47,7 +48,7 @@ class WandB:
     """
 
     def __init__(self, directory: Path, *, resume_step: int = 0) -> None:
-        """Begin the run, or go on with it: steps up to `resume_step` are there already."""
+        """Begin the run of the folder `directory`, or go on with it: steps up to `resume_step` are there already."""
         import wandb
 
         del resume_step  # wandb refuses steps that it has, with a warning
@@ -56,6 +57,7 @@ class WandB:
         self._run = wandb.run or wandb.init(dir=str(directory), id=name, name=name, resume="allow")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the `values` of a step."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
@@ -71,7 +73,7 @@ _BY_NAME: dict[str, tuple[Callable[..., Tracker], str]] = {
 
 
 def check_trackers(names: Iterable[Any]) -> None:
-    """Raise a UsageError for a name that is unknown, or whose library is not installed. Not collective.
+    """Raise a UsageError for one of `names` that is unknown, or whose library is not installed. Not collective.
 
     Objects with the methods of ``Tracker`` pass.
     """

@@ -385,7 +385,7 @@ class WholeTensors(torch.optim.Optimizer):
         return found
 
     def load_shown_state(self, given: Mapping[Any, State]) -> None:
-        """Replace the state by what ``shown_state`` gives. Collective over all ranks of the model.
+        """Replace the state by `given`, as ``shown_state`` returns it. Collective over all ranks of the model.
 
         Raises:
             StateDictError: on all ranks, if they have different state, or an owner lacks some. Nothing has changed.

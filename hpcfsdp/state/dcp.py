@@ -169,7 +169,7 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """Return the state of one optimizer or several, by parameter name. Collective over all ranks of the model.
+    """Return the state of `optimizers`, one or several, by parameter name. Collective over all ranks of the model.
 
     Of an optimizer that has no state yet it is that of its first step, so that a checkpoint can be loaded into the
     result. The optimizer stays without state, and no later step changes by it.
@@ -211,7 +211,10 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state dicts of a model and of its optimizers. Collective over all ranks of the model."""
+    """Return the state dicts of a model and of its optimizers. Collective over all ranks of the model.
+
+    Arguments are those of ``get_model_state_dict`` (`submodules`, `options`) and ``get_optimizer_state_dict``.
+    """
     weights = get_model_state_dict(model, submodules=submodules, options=options)
     return weights, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
 
@@ -224,6 +227,7 @@ def set_model_state_dict(
     """Load a state dict of whole or distributed tensors, or change nothing. Collective over all ranks of the model.
 
     Args:
+        model_state_dict: tensors by the names of the model.
         options: torch's own. With ``broadcast_from_rank0`` rank 0 alone needs to have it.
 
     Returns:
@@ -242,9 +246,11 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Load state by the names of parameters into one optimizer or several. Collective over all ranks of the model.
+    """Load state by the names of parameters. Collective over all ranks of the model.
 
     Args:
+        optimizers: one, or several of the same model.
+        optim_state_dict: as ``get_optimizer_state_dict`` returns it.
         options: torch's own. With ``broadcast_from_rank0`` rank 0 alone needs to have it; without ``strict``,
             parameters whose state it lacks start without state. Names that the model does not have are always an error.
     """
@@ -277,7 +283,12 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Load the state dicts of a model and of its optimizers, or neither. Collective over all ranks of the model."""
+    """Load the state dicts of a model and of its optimizers, or neither. Collective over all ranks of the model.
+
+    Args:
+        model_state_dict, optim_state_dict: as ``get_state_dict`` returns them.
+        options: torch's own; see ``set_model_state_dict``.
+    """
     chosen = _listed(optimizers)
     if not units_in(model):
         if chosen:

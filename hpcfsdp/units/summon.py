@@ -115,7 +115,8 @@ def walk_full_params(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Iterate over the units of a model, one whole at a time. Collective over the process groups, at each step.
 
-    It is for models that are larger than the memory of one device. Arguments are those of ``unshard_params``.
+    It is for models that are larger than the memory of one device. `writeback`, `rank0_only`, `offload_to_cpu` and
+    `with_grads` are those of ``unshard_params``.
 
     Yields:
         The name of the unit's module within `module`, without those of wrappers, and the module.

@@ -208,9 +208,7 @@ class CheckpointIndex:
 
 
 def open_index(path: str | os.PathLike[str]) -> CheckpointIndex:
-    """Read the index of a checkpoint; not collective.
-
-    Args:
+    """Read the index of the checkpoint at `path`; not collective.
 
     Raises:
         CheckpointError: there is no such file, it cannot be opened, or it is of a newer format.
