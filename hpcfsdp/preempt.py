@@ -27,7 +27,7 @@ _SPARE_S = 30.0
 
 
 class Preemption:
-    """A context in which signals, or the end of the job, make ``requested`` true. See ``preemption`` for `before_end_s`.
+    """A context in which signals, or the end of the job, make ``requested`` true: see ``preemption``, `before_end_s`.
 
     Attributes:
         reason: why all ranks stop, "" as long as they go on.

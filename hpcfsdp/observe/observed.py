@@ -227,7 +227,7 @@ class Run:
             self.checkpoint(Saved(Path(path), self._step, os.stat(path).st_size, seconds, seconds, False))
 
     def checkpoint(self, saved: Saved) -> None:
-        """Add the checkpoint `saved` to ``events.jsonl``: for ``CheckpointManager(on_saved=run.checkpoint)``. Not collective."""
+        """Add `saved` to ``events.jsonl``: for ``CheckpointManager(on_saved=run.checkpoint)``. Not collective."""
         facts = {"path": str(saved.path), "bytes": saved.nbytes, "seconds": round(saved.seconds, 6)}
         facts |= {"held_s": round(saved.held_s, 6), "asynchronous": saved.asynchronous}
         if self._events is not None:

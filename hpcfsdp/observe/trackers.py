@@ -24,7 +24,7 @@ class TensorBoard:
     """Writes event files of TensorBoard to the folder tensorboard/ of the run, with torch's ``SummaryWriter``."""
 
     def __init__(self, directory: Path, *, resume_step: int = 0) -> None:
-        """Open the event file below `directory`. TensorBoard hides what an earlier run has written after `resume_step`."""
+        """Open the event file in `directory`. TensorBoard hides what an earlier run wrote after `resume_step`."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(

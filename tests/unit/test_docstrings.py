@@ -23,9 +23,9 @@ def methods_of(kind):
         # What a class of another library defines, its page describes; the arguments of a record are its attributes.
         others = any(name in vars(base) for base in kind.__mro__[1:] if not is_ours(base))
         is_record = name == "__init__" and (dataclasses.is_dataclass(kind) or issubclass(kind, tuple))
-        if inspect.isfunction(function) and is_ours(function) and not is_record:
-            if name == "__init__" or not (name.startswith("_") or others):
-                yield name, function, f"{about}\n{inspect.getdoc(function) or ''}"
+        is_called = name == "__init__" or not (name.startswith("_") or others)
+        if inspect.isfunction(function) and is_ours(function) and is_called and not is_record:
+            yield name, function, f"{about}\n{inspect.getdoc(function) or ''}"
 
 
 def documented():
