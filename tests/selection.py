@@ -1,7 +1,7 @@
 """Which tests of tests/mpi run under which numbers of ranks.
 
-``pytest.mark.ranks(2, 3)``: each case of the test runs once, under one of these numbers; a test without parameters
-under the first. Tests of a transport (``pytest.mark.transport``), and all tests with ``--more-ranks``, run under all
+``pytest.mark.ranks(2, 3)``: each case of the test runs once, under one of these numbers, mostly the first; a test
+without parameters under the first. Tests of a transport (``pytest.mark.transport``), and all tests with ``--more-ranks``, run under all
 of their numbers: all cases under the first, and under the others a few, in which each value of each parameter occurs.
 A number of ranks that a test does not name leaves it out, which is no skip.
 """
@@ -49,8 +49,9 @@ def chosen(items, size, more=False):
 
 
 def _one_of(ranks, item):
-    """The number of ranks for one case; cases of a test are spread evenly, whatever the order of their parameters."""
-    return ranks[zlib.crc32(item.nodeid.encode()) % len(ranks)] if hasattr(item, "callspec") else ranks[0]
+    """The number of ranks for one case: mostly the first; every fourth case, whatever its parameters, under another."""
+    turn = zlib.crc32(item.nodeid.encode()) if hasattr(item, "callspec") else 1
+    return ranks[0] if turn % 4 or len(ranks) == 1 else ranks[1:][turn // 4 % (len(ranks) - 1)]
 
 
 def each_value_once(items):
