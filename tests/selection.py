@@ -1,9 +1,9 @@
 """Which tests of tests/mpi run under which numbers of ranks.
 
 ``pytest.mark.ranks(2, 3)``: each case of the test runs once, under one of these numbers, mostly the first; a test
-without parameters under the first. Tests of a transport (``pytest.mark.transport``), and all tests with ``--more-ranks``, run under all
-of their numbers: all cases under the first, and under the others a few, in which each value of each parameter occurs.
-A number of ranks that a test does not name leaves it out, which is no skip.
+without parameters under the first. Tests of a transport (``pytest.mark.transport``), and all with ``--more-ranks``, run
+under all of their numbers: all cases under the first, and under the others a few, in which each value of each parameter
+occurs. A number of ranks that a test does not name leaves it out, which is no skip.
 """
 
 import collections
