@@ -125,10 +125,11 @@ def source_of(key: str, now: Any, what: str, remedy: str) -> Any:
     Raises:
         StateDictError: it was computed from `what`, of which this rank has not all; with a `remedy`.
     """
-    source = now.source if isinstance(now, StandIn) else now
-    if source is None:
+    if not isinstance(now, StandIn):
+        return now
+    if now.source is None:
         raise StateDictError(f"{key!r}: a hook computes it from {what} of which this rank has only a part: {remedy}")
-    return source
+    return now.source
 
 
 def check_source(
