@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcfsdp.comm import registered
+from hpcfsdp.comm import torch_group
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.wrap import ModuleWrapPolicy
@@ -71,10 +71,10 @@ def test_gathered_values_are_allocated_from_one_pool_that_is_registered_first(ow
 
 def test_a_backend_without_such_memory_is_named_once(group, monkeypatch, caplog):
     monkeypatch.setenv("HPCFSDP_REGISTERED_MEMORY", "1")
-    monkeypatch.setattr(registered, "_pools", {})
+    monkeypatch.setattr(torch_group, "_pools", {})
     with caplog.at_level(logging.WARNING, "hpcfsdp.comm"):
         for _ in range(2):
-            with registered.registered_memory(group, SIM):
+            with torch_group._registered_memory(group, SIM):
                 torch.empty(3, device=SIM)
     assert [record.getMessage() for record in caplog.records] == [
         "simccl has no registered memory: HPCFSDP_REGISTERED_MEMORY=1 has no effect"
