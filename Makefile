@@ -72,8 +72,7 @@ $(STAMP) $(PROGRAMS_STAMP): setup.cfg setup.py constraints.txt
 	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
-# Other environments see what .venv has, torch above all, behind what they have themselves: an MPI, and the mpi4py that
-# finds it beside itself.
+# It sees what .venv has, torch above all, behind what it has itself: an MPI, and the mpi4py that finds it beside itself.
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 define BESIDE
 @echo "== making $(@D)"
@@ -89,15 +88,18 @@ $(MPICH_STAMP): $(STAMP)
 
 # The wheel of mpi4py finds the system's MPI when it is loaded. Without --no-build-isolation pip would compile it, which
 # takes over 20 GB of memory; without --no-cache-dir it may take an h5py that was built for something else.
-$(MPIO_STAMP): $(STAMP)
+$(MPIO_STAMP): setup.cfg setup.py constraints.txt
 	@command -v mpicc >/dev/null && test -n "$(HDF5_DIR)" \
 	  || { echo "mpicc or parallel HDF5 is missing: apt-get install openmpi-bin libopenmpi-dev libhdf5-openmpi-dev" >&2; \
 	  exit 2; }
-	$(BESIDE)
-	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt 'setuptools>=77,<81' wheel 'cython>=3.0' pkgconfig
-	@echo "== compiling h5py for MPI (this takes some minutes)"
-	CFLAGS=-O1 CC=mpicc HDF5_MPI=ON HDF5_DIR=$(HDF5_DIR) $(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt \
-	  --ignore-installed --no-cache-dir --no-build-isolation --no-deps --no-binary=h5py h5py
+	@echo "== making $(@D) (h5py is compiled: this takes some minutes)"
+	@$(PYTHON) -m venv $(@D) \
+	  || { echo "python3 -m venv failed: install your system's python3-venv, or make $(@D) with virtualenv" >&2; exit 2; }
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt \
+	  'setuptools>=77,<81' wheel 'cython>=3.0' pkgconfig numpy mpi4py
+	CC=mpicc HDF5_MPI=ON HDF5_DIR=$(HDF5_DIR) $(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt \
+	  --no-cache-dir --no-build-isolation --no-deps --no-binary=h5py h5py
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[cli,test]'
 	@touch $@
 
 train: $(STAMP)
