@@ -22,7 +22,7 @@ class Scheduler(NamedTuple):
 
     Attributes:
         jobs: each may hold the number of the job; the first that is set counts.
-        array_index: the place of the job in an array, where `jobs` do not tell jobs of an array apart.
+        array_index: the place of the job in an array, where `jobs` do not distinguish jobs of an array.
         restarts: how often the job was requeued.
         end: when the job ends, in seconds since the epoch.
         size, rank: the number of processes that its launcher has started, and the rank of this one.

@@ -126,7 +126,7 @@ class Preemption:
 
 
 class _Exchange:
-    """What the ranks tell each other, in the background. To create one is collective over all ranks."""
+    """An exchange between all ranks in the background. To create one is collective over all ranks."""
 
     def __init__(self, world: World, step: int, number: int, ends: bool, end_s: float | None, step_s: float) -> None:
         import torch  # MPI has started by now

@@ -51,7 +51,7 @@ class ForwardCall:
 class BackwardAccount:
     """The account of one backward of a unit: which gradients are still to come.
 
-    Autograd tells when a leaf or an input of a call has got a gradient, and which nodes it will run. A leaf may get
+    Autograd reports when a leaf or an input of a call has got a gradient, and which nodes it will run. A leaf may get
     several gradients, and graphs of reentrant checkpoints are runs of autograd of their own, which show up late.
     """
 

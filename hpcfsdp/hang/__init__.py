@@ -3,7 +3,7 @@
 - A rank that has waited in a collective for a second compares its call with those of the ranks that it waits for, over
   torch's store (``waits``). It logs the wait. Ranks that wait for each other in different calls all raise.
 - A rank with an uncaught error prints it together with those that fail at the same moment (``tracebacks``), and ends
-  all processes. One that exits early tells the others, and those that wait for it raise. One whose launcher has died
+  all processes. One that exits early notifies the others, and those that wait for it raise. One whose launcher has died
   stops all ranks (``departure``).
 - A rank that has waited for minutes asks all nodes, through files in the folder of the run (``inquiry``). On each node
   a thread answers (``watch``) with the last events of its ranks (``events``, which ``calls`` and collectives write) and

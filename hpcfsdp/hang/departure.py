@@ -5,7 +5,7 @@
 - ``sys.exit`` does not reach the exception hook. The process would wait in ``MPI_Finalize`` for the others, and these
   for it in a collective. A rank that exits with an error code waits ``GRACE_S`` for the others to exit, too (all may
   have found the same error), then aborts the job. It does not after ``hpcfsdp.finalize()``, which all ranks call.
-- A rank that exits without an error before the others tells them. A rank that waits for it in a collective raises an
+- A rank that exits without an error before the others notifies them. A rank that waits for it in a collective raises an
   error (``departed``).
 - Ranks are children of a daemon of their launcher on the node (slurmstepd, prted, hydra_pmi_proxy). If that is killed,
   the scheduler can neither signal nor end them, and does not know of their end. Where the daemons of other ranks live,
@@ -47,7 +47,7 @@ TELL_AFTER_S = 1.0
 LOOK_EVERY_S = 1.0
 """Seconds between two looks whether the launcher lives."""
 TOLD_BY_ONE = 128
-"""A rank that exits early tells so many others, and each of them as many more, once it waits or exits itself."""
+"""A rank that exits early notifies so many others, and each of them as many more, once it waits or exits itself."""
 _TAG = 1
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 _OPEN_MPI_LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")
@@ -235,26 +235,26 @@ class Departures:
         self.gone: set[int] = set()
         self._sent: list[Any] = []
 
-    def tell(self, rank: int) -> None:
-        """Not collective. Tell those ranks that `rank` has left which this one has to tell: `rank` itself the first."""
+    def notify(self, rank: int) -> None:
+        """Notify the ranks below this one in the tree that `rank` has left. Not collective."""
         size, place = self.comm.size, (self.comm.rank - rank) % self.comm.size
         first = TOLD_BY_ONE * place + 1
         for other in range(first, min(first + TOLD_BY_ONE, size)):
             self._sent.append(self.comm.Isend(array("i", [rank]), (rank + other) % size, _TAG))
 
     def receive(self) -> set[int]:
-        """Not collective. Receive what has arrived, and tell others. Return ``gone``."""
+        """Not collective. Receive what has arrived, and pass it on. Return ``gone``."""
         while (message := self.comm.Improbe(tag=_TAG)) is not None:
             message.Recv(left := array("i", [0]))
             self.gone.add(left[0])
-            self.tell(left[0])
+            self.notify(left[0])
         return self.gone
 
     def complete(self, has_left: bool) -> None:
         """Complete all messages: MPI must not end with messages in progress. Collective over `comm`.
 
         Args:
-            has_left: whether this rank has told the others that it has left.
+            has_left: whether this rank has notified the others that it has left.
         """
         flags = bytearray(self.comm.size)
         self.comm.Allgather(bytearray([has_left]), flags)
@@ -342,7 +342,7 @@ def _leave() -> None:
             abort(f"left the program with exit code {code}, while other ranks still run", code)
         if waited_s > TELL_AFTER_S and not has_left and not code:
             has_left = True
-            _departures.tell(_departures.comm.rank)
+            _departures.notify(_departures.comm.rank)
         _departures.receive()
         time.sleep(0.001)
     _departures.complete(has_left)

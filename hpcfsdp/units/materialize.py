@@ -64,7 +64,7 @@ def materialize(
 
     A parameter or buffer registered in several places stays one, with the values from the first of these modules.
     Uninitialised memory is an error: before the initialisation all memory holds NaN, afterwards none may. One-byte
-    integers and ``bool`` cannot be told: they are zero if not initialised.
+    integers and ``bool`` cannot be recognised: they are zero if not initialised.
 
     Args:
         ignored: modules that are not entered, and parameters that alone do not make a module an owner.

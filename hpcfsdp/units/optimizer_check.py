@@ -104,7 +104,7 @@ def _differs(optimizer: torch.optim.Optimizer, group: dict[str, Any], split: Spl
             try:
                 [(whole, numbers)] = _train(optimizer, group, _whole, step)
                 parts = _train(optimizer, group, split, step)
-            except Exception:  # whatever it raises: its own first step will tell
+            except Exception:  # whatever it raises: its own first step will raise it
                 continue
             if not torch.equal(torch.get_rng_state(), before):  # random, so nothing can be said
                 return False

@@ -163,7 +163,7 @@ class MpiCall:
         return Mismatch(self.sequence, self.matcher.rank, peer or 0, mine, mine, text)
 
     def announce(self, mismatch: Mismatch) -> None:
-        """Not collective. Tell all ranks of a mismatch in this collective."""
+        """Report a mismatch in this collective to all ranks. Not collective."""
         self._mismatches.announce(mismatch)
 
     def check_mismatches(self, polls: int) -> None:

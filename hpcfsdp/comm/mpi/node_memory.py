@@ -98,7 +98,7 @@ def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[torch.Tensor | N
 
 
 def identity(fd: int) -> tuple[int, int]:
-    """Return what tells an open file from all others."""
+    """Return what identifies an open file."""
     found = os.fstat(fd)
     return found.st_ino, found.st_dev
 

@@ -230,7 +230,7 @@ def test_a_rank_that_leaves_early_is_known_to_all_of_any_number_of_ranks():
     for size, gone, rounds in [(2, 1, 1), (128, 5, 1), (129, 0, 1), (130, 129, 2), (700, 300, 2), (20_000, 9, 3)]:
         mail = defaultdict(deque)
         everyone = [Departures(Rank(mail, rank, size)) for rank in range(size)]
-        everyone[gone].tell(gone)
+        everyone[gone].notify(gone)
         for _ in range(rounds):
             for rank in [rank for rank in range(size) if mail[rank]]:
                 assert everyone[rank].receive() == {gone}, f"{size} ranks: rank {rank}"

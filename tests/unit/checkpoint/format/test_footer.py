@@ -1,4 +1,4 @@
-"""The footer says what it was told, and is refused if anything about it or the file has changed."""
+"""The footer holds what it was made from, and is refused if anything about it or the file has changed."""
 
 import pytest
 from hypothesis import given, settings, strategies as st

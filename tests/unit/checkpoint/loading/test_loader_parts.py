@@ -197,8 +197,8 @@ def test_a_file_that_is_replaced_again_and_again_is_given_up(tmp_path):
     path = tmp_path / "a.h5"
     shutil.copy(others[0], path)
     model = two_layers(5)
-    told = "was replaced 5 times while it was opened"
-    with pytest.raises(CheckpointReplacedError, match=told), using(Replaced(path, others, 1000)):
+    message = "was replaced 5 times while it was opened"
+    with pytest.raises(CheckpointReplacedError, match=message), using(Replaced(path, others, 1000)):
         checkpoint.load(path, model=model)
     assert {tensor.unique().item() for tensor in model.parameters()} == {5}
 

@@ -194,8 +194,8 @@ def test_a_file_that_cannot_be_removed_is_named_and_those_after_it_are_left(make
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     removal = retention.plan_removal(folder, keep_last=1, keep_every=None)
-    told = r"step-00000001\.h5: cannot be removed: Permission denied"
-    with pytest.raises(CheckpointError, match=told), using(Failing()):
+    message = r"step-00000001\.h5: cannot be removed: Permission denied"
+    with pytest.raises(CheckpointError, match=message), using(Failing()):
         retention.remove(removal.going)
     assert len(checkpoint.checkpoint_files(folder)) == 3
 
