@@ -181,13 +181,21 @@ class Watcher:
 
     def _watch_devices(self) -> None:
         while not self._ended.wait(_TICK_S):
-            for probe in filter(None, [reference() for reference in self._probes]):
+            for reference in tuple(self._probes):
                 with contextlib.suppress(Exception):  # a device that has failed raises
-                    found = probe()
-                    if found is not None and 0 < self.limit_s < found[0]:
-                        reason = f"has waited {found[0]:.0f} s for {found[1]}"
-                        path = self.explain(reason)
-                        self._end_job(f"{reason}: see {path}" if path else reason)
+                    self._look_at(reference)
+
+    def _look_at(self, reference: weakref.WeakMethod[Probe]) -> None:
+        """Ask one device. Between two looks nothing keeps it alive."""
+        probe = reference()
+        if probe is None:
+            self._probes.remove(reference)
+            return
+        found = probe()
+        if found is not None and 0 < self.limit_s < found[0]:
+            reason = f"has waited {found[0]:.0f} s for {found[1]}"
+            path = self.explain(reason)
+            self._end_job(f"{reason}: see {path}" if path else reason)
 
     def _answer(self, request: HangRequest) -> None:
         """Answer for this node, unless another of its ranks does."""

@@ -2,6 +2,7 @@
 
 import os
 import time
+import weakref
 
 import pytest
 
@@ -72,3 +73,22 @@ def test_a_rank_that_has_closed_its_watch_gets_no_signal(tmp_path):
     record = events.read(memory)
     assert (record.pid, record.stacks_fd) == (os.getpid(), -1)
     assert stacks.ask_all([(record.pid, record.stacks_fd)]) == [""]
+
+
+def test_a_device_that_is_no_longer_used_is_freed(make, monkeypatch):
+    class Device:
+        looks = 0
+
+        def longest_wait(self):
+            Device.looks += 1
+
+    monkeypatch.setattr(watch, "_TICK_S", 0.01)
+    watched, device = make(), Device()
+    watched.add_probe(weakref.WeakMethod(device.longest_wait))
+    until_s = time.monotonic() + 5.0
+    while not Device.looks and time.monotonic() < until_s:
+        time.sleep(0.01)
+    device = weakref.ref(device)
+    while (device() or watched._probes) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert Device.looks and device() is None and not watched._probes
