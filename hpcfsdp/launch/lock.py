@@ -123,7 +123,8 @@ class RunLock:
             )
             if _read(self.path) == found:  # otherwise a job that came at the same time has taken it
                 self.path.unlink(missing_ok=True)
-            by_force = False  # such a job keeps it
+            time.sleep(LOOK_S)  # a job that has just found the same holder must not remove what is created now
+            by_force = False  # a job that comes first keeps it
         self._thread.start()
 
     def check(self) -> None:
@@ -159,10 +160,15 @@ class RunLock:
         """Create the file in its folder. Return whether there was none."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            with safe_files.create(self.path) as file:  # a reader that finds it empty waits until it is touched
-                file.write(json.dumps(dataclasses.asdict(self._mine)).encode() + b"\n")
+            file = safe_files.create(self.path)
         except FileExistsError:
             return False
+        try:
+            with file:  # a reader that finds it empty waits until it is touched
+                file.write(json.dumps(dataclasses.asdict(self._mine)).encode() + b"\n")
+        except OSError:  # a full disk: without a holder in it the file would look like that of a job which has ended
+            self.path.unlink(missing_ok=True)
+            raise
         return True
 
     def _living(self, holder: Holder | None) -> Holder | None:

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -121,6 +122,49 @@ def test_a_stale_file_that_another_job_replaces_stays(tmp_path, hold, quick, mon
     with pytest.raises(UsageError, match=f"another training uses .*process {os.getpid()} on"):
         acquire(tmp_path)
     assert holder_of(tmp_path) == os.getpid() and os.listdir(tmp_path) == [NAME]
+
+
+def test_of_jobs_that_find_the_same_stale_file_one_takes_the_folder(tmp_path, hold, monkeypatch):
+    hold(pid=0)
+    read, compared = lock._read, threading.Event()
+
+    def read_slowly(path):
+        found = read(path)
+        if threading.current_thread() is slow:
+            if slow_reads.append(0) or len(slow_reads) == 2:  # it has compared, and removes the file a moment later
+                compared.set()
+                time.sleep(0.2)
+        return found
+
+    def take(results):
+        try:
+            RunLock(tmp_path).acquire()
+            results.append("taken")
+        except UsageError as error:
+            results.append(str(error))
+
+    monkeypatch.setattr(lock, "_read", read_slowly)
+    monkeypatch.setattr(lock, "LOOK_S", 0.5)
+    slow_reads, results = [], []
+    slow = threading.Thread(target=take, args=(results,))
+    slow.start()
+    assert compared.wait(10)
+    take(results)
+    slow.join(10)
+    assert sorted(result.partition(" uses")[0] for result in results) == ["another training", "taken"]
+
+
+def test_a_file_that_does_not_fit_on_the_disk_is_not_left(tmp_path, monkeypatch):
+    def create(path):
+        path.touch()
+        return open("/dev/full", "wb")
+
+    with monkeypatch.context() as full:
+        full.setattr(lock.safe_files, "create", create)
+        with pytest.raises(OSError, match="No space left"):
+            RunLock(tmp_path).acquire()
+    assert os.listdir(tmp_path) == []
+    acquire(tmp_path)
 
 
 def test_a_folder_that_is_removed_is_reported_and_made_again(tmp_path, caplog, monkeypatch):
