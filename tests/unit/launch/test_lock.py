@@ -130,10 +130,10 @@ def test_of_jobs_that_find_the_same_stale_file_one_takes_the_folder(tmp_path, ho
 
     def read_slowly(path):
         found = read(path)
-        if threading.current_thread() is slow:
-            if slow_reads.append(0) or len(slow_reads) == 2:  # it has compared, and removes the file a moment later
-                compared.set()
-                time.sleep(0.2)
+        slow_reads.extend([found] if threading.current_thread() is slow else [])
+        if threading.current_thread() is slow and len(slow_reads) == 2:  # it has compared, and removes the file later
+            compared.set()
+            time.sleep(0.2)
         return found
 
     def take(results):
