@@ -216,8 +216,7 @@ class Root:
             if has_backward and unit.training_state is not TrainingState.RECOMPUTE:
                 self._called.pop(unit, None)
                 self._called[unit] = None
-                unit.owes_grads = True
-                unit.num_calls += not self.in_backward
+                unit.expect_backward(later=not self.in_backward)
             unit.end_forward(broken=False)
             broken = False
         finally:

@@ -269,6 +269,11 @@ class Unit:
             stays: the backward has no hooks, so that leaves must stay so where they are what modules register.
         """
 
+    def expect_backward(self, *, later: bool) -> None:
+        """Note that a call has returned outputs that may get gradients, `later` than in a running backward."""
+        self.owes_grads = True
+        self.num_calls += later
+
     def check_versions(self, call: ForwardCall) -> None:
         """Refuse parameters changed since the forward, as torch does for saved tensors.
 

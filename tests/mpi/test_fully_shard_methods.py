@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import hpcfsdp
 import hpcfsdp.fsdp2 as ours
 from hpcfsdp.errors import EngineError
+from hpcfsdp.params.gradient import ShardedGrad
 from tests.mpi.row_cases import Net, batches, make, same, train, whole
 
 pytestmark = pytest.mark.ranks(2)
@@ -800,6 +801,21 @@ def test_a_list_is_no_outermost_module(world):
     with pytest.raises(RuntimeError, match="called first"):
         first(torch.ones(1, 2))
     del second
+
+
+@pytest.mark.ranks(2)
+def test_a_list_reduces_its_gradients_before_the_backward_goes_on(world, monkeypatch):
+    """Each module of the list is called once: no gradient can follow from another call."""
+    model, order = make(ours, None, grouped=True), []
+    reduce = ShardedGrad.reduce
+
+    def noted(grad, *arguments, **options):
+        order.append(grad.name)
+        return reduce(grad, *arguments, **options)
+
+    monkeypatch.setattr(ShardedGrad, "reduce", noted)
+    model(batches(world.rank, 1)[0]).sum().backward()
+    assert order[:2] == ["norm", "blocks.2"]
 
 
 @pytest.mark.ranks(2)
