@@ -358,10 +358,10 @@ class HeldBack:
         self.called.add(name)
         return getattr(self.comm, name)
 
-    def all_to_all(self, outputs, inputs):
+    def all_to_all(self, outputs, inputs, *, async_op=False):
         self.sent.append(sum(tensor.numel() for tensor in inputs))
         self.received.append(sum(tensor.numel() for tensor in outputs))
-        self.comm.all_to_all(outputs, inputs)
+        return self.comm.all_to_all(outputs, inputs, async_op=async_op)
 
 
 @pytest.mark.parametrize("batch", [1, 20, 40, 1 << 20])
