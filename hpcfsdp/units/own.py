@@ -411,7 +411,7 @@ def move_buffers(root: nn.Module, device: torch.device, *, ignored: Ignored = NO
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = moved(buffer)
-        elif any(map(is_unit, module.modules())):
+        elif any(isinstance(inner.__dict__.get("_unit"), Unit) for inner in module.modules()):  # wrappers refuse it
             _compat.apply_to_module(module, moved, recurse=False)
         else:
             module._apply(moved)  # it may move more than registered tensors

@@ -5,7 +5,7 @@ from torch._subclasses import FakeTensorMode
 
 from hpcfsdp.fsdp import MixedPrecision
 from hpcfsdp.units.options import Ignored, UnitOptions
-from hpcfsdp.units.own import move_buffers, own_params
+from hpcfsdp.units.own import UNIT, move_buffers, own_params
 from tests.unit.units.units import mark_as_unit
 
 
@@ -190,6 +190,20 @@ def test_modules_that_move_in_a_way_of_their_own():
     move_buffers(model, torch.device("meta"))
     assert all(tensor.is_meta for tensor in (*model[0].buffers(), model[1][0].state, model[2][1].state))
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model[2][0].buffers()))
+
+
+class MetricAround(Metric):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.layer.__dict__[UNIT] = object()
+
+
+def test_modules_that_move_in_a_way_of_their_own_around_modules_of_fully_shard():
+    model = MetricAround()
+    move_buffers(model, torch.device("meta"))
+    assert model.state.is_meta
+    assert not model.layer.weight.is_meta
 
 
 def test_gradients_stay_with_their_parameters():
