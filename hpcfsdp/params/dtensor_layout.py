@@ -35,7 +35,7 @@ class StridedView(NamedTuple):
 
 
 class ShardedRows(NamedTuple):
-    """ShardedRows of one parameter, and their place in the buffer of all shards.
+    """Rows of one parameter, and their place in the buffer of all shards.
 
     Attributes:
         dim: along which the parameter is cut.

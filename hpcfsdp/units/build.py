@@ -172,7 +172,7 @@ def _compare(
         alike = [layout.of_tensor_rank(0) for layout in layouts] if is_tensor else layouts
         # Shards may be drawn by different ranks; replicas of a shard must be the same.
         are_parts = not is_tensor and (mesh.size("replicate") == 1 or comm is mesh.shard)
-        excluded = made if made is not None and are_parts else frozenset()
+        excluded = frozenset(made) if made is not None and are_parts else frozenset()
         values = None if made is None else own.named_values(excluded, alike_only=is_tensor)
         with raise_together_over(other for other in comms if other is not comm):
             agreed[comm] = check_same_model(

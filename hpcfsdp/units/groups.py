@@ -191,7 +191,7 @@ def _node_groups() -> tuple[Communicator, Communicator]:
 
 
 def with_dtensors(mesh: UnitMesh, module: nn.Module, ignored: Collection[torch.Tensor] = ()) -> UnitMesh:
-    """Return these become "tensor". Collective over the unit's ranks, and over those of its DTensors, if any.
+    """Return `mesh` with the ranks of the DTensors of `module`, if any, as "tensor". Collective over both.
 
     Args:
         mesh: of the future unit of `module`.

@@ -41,7 +41,7 @@ def _owned(flat: torch.Tensor) -> list[list[torch.Tensor]]:
 
 
 def whole_runs(flat: torch.Tensor) -> list[list[torch.Tensor]]:
-    """Return each tensor is on one rank, without its shape."""
+    """Each tensor is on one rank, without its shape."""
     return [[flat[:128]], [flat[128:]]]
 
 
