@@ -189,7 +189,7 @@ class _Reader(dcp.FileSystemReader):
                 return None
             if (tensor.shape, tensor.dtype) != (described.size, described.properties.dtype):
                 raise ValueError(f"is a {tensor.dtype} of {list(tensor.shape)}, and another for {METADATA_NAME}")
-        return tensor.detach().contiguous()
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
     def read_value(self, key: str) -> Any:
         """Read a value that is no tensor."""

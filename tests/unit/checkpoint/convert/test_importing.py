@@ -221,6 +221,19 @@ def test_metadata_find_no_more_than_records(tmp_path, name):
         _MetadataUnpickler(io.BytesIO()).find_class("torch.distributed.checkpoint.filesystem", name)
 
 
+@pytest.mark.parametrize("kind", ["pt", "dcp"])
+def test_views_are_imported_with_the_values_that_they_show(tmp_path, kind):
+    one, other = (torch.tensor([1 + 2j, 3 - 4j]) for _ in range(2))
+    state = {"conj": one.conj(), "neg": other.conj().imag, "turned": torch.arange(6).view(2, 3).t()}
+    if kind == "dcp":
+        save_dcp(state, tmp_path / "in")
+    else:
+        torch.save(state, tmp_path / "in")
+    import_checkpoint(tmp_path / "in", tmp_path / "out.h5", format=kind)
+    with checkpoint.open(tmp_path / "out.h5") as found:
+        assert all(torch.equal(found[f"model/{name}"][...], value) for name, value in state.items())
+
+
 def test_a_dcp_folder_of_one_level_and_of_nested_lists(tmp_path):
     save_dcp({"w": torch.arange(3), "v": torch.tensor(True)}, tmp_path / "in")
     import_checkpoint(tmp_path / "in", tmp_path / "out.h5")
