@@ -7,7 +7,7 @@ import importlib
 
 _PUBLIC = {
     "CheckpointInfo": "hpcfsdp.checkpoint.format.schema",
-    "CheckpointManager": "hpcfsdp.checkpoint.manager.manager",
+    "CheckpointManager": "hpcfsdp.checkpoint.manager",
     "HDF5Reader": "hpcfsdp.checkpoint.dcp.reader",
     "HDF5Writer": "hpcfsdp.checkpoint.dcp.writer",
     "checkpoint_files": "hpcfsdp.checkpoint.format.catalog",

@@ -8,5 +8,5 @@ from hpcfsdp.checkpoint.format.index import open_index as open_index
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo as CheckpointInfo
 from hpcfsdp.checkpoint.loading.lazy import open as open
 from hpcfsdp.checkpoint.loading.loader import load as load
-from hpcfsdp.checkpoint.manager.manager import CheckpointManager as CheckpointManager
+from hpcfsdp.checkpoint.manager import CheckpointManager as CheckpointManager
 from hpcfsdp.checkpoint.saving.writer import save as save

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcfsdp.checkpoint import retention
 from hpcfsdp.checkpoint.format import disk
 from hpcfsdp.checkpoint.format.access import is_checkpoint, is_hdf5, unreadable
 from hpcfsdp.checkpoint.format.catalog import checkpoint_files, step_of
-from hpcfsdp.checkpoint.manager import retention
 from hpcfsdp.cli.arguments import Parser
 from hpcfsdp.cli.folders import size_of
 from hpcfsdp.cli.printing import print_result

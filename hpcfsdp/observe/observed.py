@@ -16,7 +16,7 @@ from torch import nn
 
 from hpcfsdp import env, timeline
 from hpcfsdp.checkpoint.format.index import open_index
-from hpcfsdp.checkpoint.manager.manager import Saved
+from hpcfsdp.checkpoint.manager import Saved
 from hpcfsdp.comm import Communicator, communicator_for, raise_together
 from hpcfsdp.errors import UsageError
 from hpcfsdp.hang.calls import public_call

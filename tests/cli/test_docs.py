@@ -495,7 +495,7 @@ def test_numbers_on_pages_are_those_of_the_code():
 @pytest.mark.parametrize(
     ("page", "text", "name", "value"),
     [
-        ("checkpoints", "(4 GiB by default)", "checkpoint.manager.manager.STAGING_BYTES", 4 << 30),
+        ("checkpoints", "(4 GiB by default)", "checkpoint.manager.STAGING_BYTES", 4 << 30),
         ("checkpoints", "an hour after the last write", "checkpoint.format.catalog.ABANDONED_AFTER_S", 3600),
         ("dcp", "more than 16 ranks", "checkpoint.dcp.columns._MOST_WRITERS", 16),
         ("file-systems", "for 90 s", "checkpoint.saving.pending.VISIBLE_WITHIN_S", 90),

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hpcfsdp import checkpoint
+from hpcfsdp.checkpoint import retention
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.catalog import checkpoint_path
 from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.format.reader import BlockReader
-from hpcfsdp.checkpoint.manager import retention
 from hpcfsdp.checkpoint.saving import content, pending
 from hpcfsdp.checkpoint.saving.pending import StagingRing
 from hpcfsdp.errors import (

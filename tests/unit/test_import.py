@@ -1,6 +1,7 @@
 import ast
 import importlib
 import json
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,25 @@ def test_every_public_name_can_be_had():
         assert getattr(hpcfsdp, name) is not None
     assert hpcfsdp.checkpoint.__name__ == "hpcfsdp.checkpoint"
     assert hpcfsdp.init.__module__ == "hpcfsdp.world"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "hpcfsdp.checkpoint.convert.export.export_checkpoint",
+        "hpcfsdp.checkpoint.convert.importing.import_checkpoint",
+        "hpcfsdp.checkpoint.inspect.diff.compare",
+        "hpcfsdp.checkpoint.inspect.names.tensors_matching",
+        "hpcfsdp.checkpoint.inspect.stats.file_statistics",
+        "hpcfsdp.checkpoint.inspect.verify.verify_file",
+        "hpcfsdp.checkpoint.manager.Saved",
+        "hpcfsdp.checkpoint.reader.BlockReader",
+    ],
+)
+def test_names_that_the_documentation_imports_from_inner_modules_stay_there(path):
+    module, _, name = path.rpartition(".")
+    found = pkgutil.resolve_name(f"{module}:{name}")
+    assert found.__name__ == name
 
 
 def test_an_unknown_name_is_an_attribute_error():

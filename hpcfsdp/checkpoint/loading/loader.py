@@ -21,7 +21,7 @@ from hpcfsdp.checkpoint.format.plain_values import from_plain
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
 from hpcfsdp.checkpoint.loading.match import FileNames, Match, check_patterns, match_model
-from hpcfsdp.checkpoint.manager.retention import reading
+from hpcfsdp.checkpoint.retention import reading
 from hpcfsdp.checkpoint.saving import rng
 from hpcfsdp.checkpoint.saving.same_call import Facts, GivenPath, compare_calls
 from hpcfsdp.comm import Communicator, of_rank_0, raise_together

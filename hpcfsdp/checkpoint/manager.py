@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from hpcfsdp.checkpoint import retention
 from hpcfsdp.checkpoint.format import catalog, disk, schema
 from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
 from hpcfsdp.checkpoint.loading.loader import load
 from hpcfsdp.checkpoint.loading.match import check_patterns
-from hpcfsdp.checkpoint.manager import retention
 from hpcfsdp.checkpoint.saving.content import Metrics, SaveArguments, collect_content
 from hpcfsdp.checkpoint.saving.kept_plan import KeptPlan
 from hpcfsdp.checkpoint.saving.pending import PendingSave, StagingRing

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from hpcfsdp import checkpoint
+from hpcfsdp.checkpoint import retention
 from hpcfsdp.checkpoint.format import catalog, schema
 from hpcfsdp.checkpoint.format.disk import System
-from hpcfsdp.checkpoint.manager import retention
 from hpcfsdp.checkpoint.saving import pending
 from hpcfsdp.checkpoint.saving.pending import Task
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, UsageError
