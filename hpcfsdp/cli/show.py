@@ -44,11 +44,11 @@ def main(arguments: Sequence[str]) -> int:
         print_json(facts | plain_value(nested))
         return 0
     rows = [(key.replace("_", " "), _readable(key, value)) for key, value in facts.items()]
-    print_table(("what", "value"), rows, text=("value",))
     filled = {key: _for_yaml(value if key == "config" else shortened(value)) for key, value in nested.items() if value}
     if filled:
-        import yaml  # which only the extra `cli` installs
-
+        import yaml  # which only the extra `cli` installs: an error comes before any output
+    print_table(("what", "value"), rows, text=("value",))
+    if filled:
         print()
         print(yaml.safe_dump(filled, sort_keys=False, width=100), end="")
     return 0

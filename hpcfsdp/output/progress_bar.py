@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from hpcfsdp import env
-from hpcfsdp.errors import needs_extra
 from hpcfsdp.text.terminal import shown
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ class _LogLines(Progress):
 
 class _Bar(Progress):
     def __init__(self, first: int, last: int) -> None:
-        with needs_extra("cli", "a progress bar"):
-            from rich import progress as rich
+        from rich import progress as rich
 
         columns = (
             rich.BarColumn(),
@@ -71,7 +70,7 @@ def step_progress(logger: logging.Logger, rank: int, first: int, last: int, ever
     """
     if rank != 0:
         return Progress()
-    return _Bar(first, last) if sys.stderr.isatty() else _LogLines(logger, first, last, every)
+    return _Bar(first, last) if _can_show_bars() else _LogLines(logger, first, last, every)
 
 
 @contextlib.contextmanager
@@ -84,11 +83,10 @@ def byte_progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
     Returns:
         A function to call with the number of bytes of each step.
     """
-    if not sys.stderr.isatty():
+    if not _can_show_bars():
         yield lambda step: None
         return
-    with needs_extra("cli", "a progress bar"):
-        from rich import progress as rich
+    from rich import progress as rich
 
     columns = (
         rich.TextColumn("{task.description}", markup=False),
@@ -99,6 +97,11 @@ def byte_progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
     with rich.Progress(*columns, console=_console(), transient=True) as bar:
         task = bar.add_task(shown(what), total=nbytes)
         yield lambda step: bar.advance(task, step)
+
+
+def _can_show_bars() -> bool:
+    """Return whether stderr is a terminal, and rich is installed: without the extra `cli` work goes on without bars."""
+    return sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
 
 
 def _console() -> Console:

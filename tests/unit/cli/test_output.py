@@ -215,3 +215,8 @@ def test_patterns_of_ls(run, tmp_path):
     assert run(Pipe, "ls", path, "c")[0] == 1
     code, _, err = run(Pipe, "ls", tmp_path, "c")
     assert (code, err) == (2, f"hpcfsdp: {tmp_path}: is a folder, and patterns match tensors in a file\n")
+
+
+def test_what_needs_a_package_of_an_extra_prints_nothing_before_the_error(run, evil, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert run(Pipe, "show", evil) == (1, "", "hpcfsdp: hpcfsdp show needs yaml: pip install 'hpcfsdp[cli]'\n")

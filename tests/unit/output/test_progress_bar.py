@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from hpcfsdp.output.progress_bar import step_progress
+from hpcfsdp.output.progress_bar import byte_progress, step_progress
 
 logger = logging.getLogger("hpcfsdp.test_progress")
 
@@ -46,6 +46,18 @@ def test_other_ranks_show_nothing(terminal, caplog, capsys, yes):
     with caplog.at_level(logging.INFO, logger.name):
         run(1, 1, 5, 1)
     assert caplog.messages == []
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_rich_a_terminal_gets_what_others_get(terminal, caplog, capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"] + ["rich"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    terminal(True)
+    with caplog.at_level(logging.INFO, logger.name):
+        run(0, 1, 2, 1)
+    assert caplog.messages == ["step 1/2 loss 0.5", "step 2/2 loss 1.0"]
+    with byte_progress("verify", 10) as advance:
+        advance(10)
     assert capsys.readouterr() == ("", "")
 
 
