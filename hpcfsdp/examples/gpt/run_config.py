@@ -188,7 +188,7 @@ def as_list(values: list[str] | str) -> list[str]:
 
 
 def num_replicas(config: MeshConfig, num_nodes: int) -> int:
-    """Copy of the model on so many nodes."""
+    """Return the number of copies of the model on so many nodes."""
     return num_nodes if config.replicate == "nodes" else config.replicate
 
 
