@@ -1,4 +1,4 @@
-"""Disks that fail, stop, and forget, for the tests of checkpoints. No tests."""
+"""Disks that fail, stop, and forget, and what checkpoints on them hold then. No tests."""
 
 import contextlib
 import os
@@ -9,6 +9,8 @@ from collections import namedtuple
 from pathlib import Path
 
 from hpcfsdp.checkpoint.format.disk import SYSTEM, System
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
 
 KINDS = tuple(name for name in vars(System) if not name.startswith("_"))
 SECTOR = 512
@@ -22,6 +24,19 @@ def using(system):
         yield system
     finally:
         SYSTEM.reset(token)
+
+
+def value_of(path):
+    """The step of a checkpoint, all elements of which are that number, after every byte has been read.
+
+    Raises:
+        CheckpointError: the file is not whole.
+    """
+    index = open_index(path)
+    with BlockReader(index) as reader:
+        found = {int(x) for name in index.tensors for block in reader.blocks(name) for x in block}
+    assert found == {index.info.step}, "a mix"
+    return index.info.step
 
 
 class Watched:

@@ -7,8 +7,6 @@ import shutil
 import pytest
 
 from hpcfsdp.checkpoint.format.catalog import ABANDONED_AFTER_S, latest
-from hpcfsdp.checkpoint.format.index import open_index
-from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.errors import CheckpointCorruptError
 from tests.cli.conftest import ROOT, survivors
 
@@ -20,7 +18,7 @@ import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.writer import write_alone
-from tests.disks import Killing, Watched, using
+from tests.disks import Killing, Watched, using, value_of
 
 SPECS = [TensorSpec("model/w", (7, 13), "float32"), TensorSpec("model/v", (3,), "bfloat16")]
 
@@ -167,15 +165,6 @@ else:
     save(2, Killing(int(step) if step.isdigit() else watched.calls.index(step)) if world.rank == rank else None)
 hpcfsdp.finalize()
 """
-
-
-def value_of(path):
-    """The step of a file, after every byte has been read. All elements must be equal to it."""
-    index = open_index(path)
-    with BlockReader(index) as reader:
-        found = {int(x) for name in index.tensors for block in reader.blocks(name) for x in block}
-    assert found == {index.info.step}, "a mix"
-    return index.info.step
 
 
 def partials(folder):

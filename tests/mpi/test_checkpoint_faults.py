@@ -13,12 +13,11 @@ from torch import nn
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format.catalog import partial_path
 from hpcfsdp.checkpoint.format.index import open_index
-from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.launch.topology import Topology
-from tests.disks import Cut, Failing, Logged, Watched, folder_of, power_cuts, using
+from tests.disks import Cut, Failing, Logged, Watched, folder_of, power_cuts, using, value_of
 
 CODES = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 
@@ -30,19 +29,6 @@ def model_of(value, group=None):
         for param in model.values():
             param.fill_(value)
     return FullyShardedDataParallel(model, process_group=group, use_orig_params=True)  # no padding in parameters()
-
-
-def value_of(path):
-    """What ``model_of`` was given, after every byte has been read; not collective.
-
-    Raises:
-        CheckpointError: the file is not whole.
-    """
-    index = open_index(path)
-    with BlockReader(index) as reader:
-        found = {int(x) for name in index.tensors for block in reader.blocks(name) for x in block}
-    assert found == {index.info.step}, "a mix"
-    return index.info.step
 
 
 BOTH = pytest.mark.parametrize("save", ["posix", "subfiles"], indirect=True)

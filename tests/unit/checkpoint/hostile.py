@@ -1,4 +1,4 @@
-"""Checkpoint files made by hand, of which every checksum is right."""
+"""Checkpoint files made by hand, of which every checksum is right, and how a process reads all of a file."""
 
 import h5py
 import numpy as np
@@ -6,6 +6,27 @@ import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.footer import make_footer
 from hpcfsdp.checkpoint.format.image import SparseImage
+
+READ_ALL = """
+import json
+from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.reader import BlockReader
+
+def everything(path):
+    index = open_index(path)
+    with BlockReader(index) as reader:
+        tensors = {
+            name: [spec.dtype, spec.shape, [block.tobytes().hex() for block in reader.blocks(name)]]
+            for name, spec in index.tensors.items()
+        }
+    info = index.info
+    return json.dumps(
+        [tensors, index.links, index.param_groups, index.scalars, index.rng, info.step, info.world_size, info.date,
+         info.software_version, info.format_version, info.extra, info.config],
+        default=lambda array: [array.dtype.str, array.shape, array.tobytes().hex()],
+    )
+"""
+"""Source of ``everything(path)``, for processes of their own: text with all that a file holds, every byte read."""
 
 
 def put_values(file, rows=(), tensors=(), sizes=(), version="1.0", **json_by_name):

@@ -16,6 +16,7 @@ from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.inspect.verify import verify_file
 from hpcfsdp.checkpoint.saving.writer import write_alone
 from hpcfsdp.errors import CheckpointError, CheckpointReplacedError
+from tests.disks import value_of
 
 SPECS = (TensorSpec("model/w", (70, 13), "float32"), TensorSpec("model/v", (3,), "int64"))
 
@@ -25,15 +26,6 @@ def write(path, value):
         return np.full(numel, value, schema.numpy_dtype(spec.dtype))
 
     return write_alone(path, SPECS, read, step=value)
-
-
-def value_of(path):
-    """The step of a file, all elements of which are the same number, after every byte has been read."""
-    index = open_index(path)
-    with BlockReader(index) as reader:
-        found = {int(x) for name in index.tensors for block in reader.blocks(name) for x in block}
-    assert found == {index.info.step}, "a mix"
-    return index.info.step
 
 
 SAVER = """

@@ -22,6 +22,7 @@ from hpcfsdp.checkpoint.saving.content import Content, root_attributes
 from hpcfsdp.checkpoint.saving.temporary import BlockWriter, TemporaryFile, extent_rows
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 from hpcfsdp.fsdp import FullyShardedDataParallel
+from tests.unit.checkpoint.hostile import READ_ALL
 
 pytestmark = pytest.mark.hdf5
 
@@ -553,28 +554,11 @@ def test_a_file_removed_after_it_was_opened_is_reported(damaged):
 
 # Reads a file whole, after changing it in one place; prints the changes that went unseen. In a process of its own,
 # with little memory and time, so that a crash or a loop in libhdf5 is seen as such.
-SWEEP = """
-import json, random, resource, sys
+SWEEP = READ_ALL + """
+import random, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 resource.setrlimit(resource.RLIMIT_CPU, (90, 90))
-import numpy as np
-from hpcfsdp.checkpoint.format.index import open_index
-from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
-
-def everything(path):
-    index = open_index(path)
-    with BlockReader(index) as reader:
-        tensors = {
-            name: [spec.dtype, spec.shape, [block.tobytes().hex() for block in reader.blocks(name)]]
-            for name, spec in index.tensors.items()
-        }
-    info = index.info
-    return json.dumps(
-        [tensors, index.links, index.param_groups, index.scalars, index.rng, info.step, info.world_size, info.date,
-         info.software_version, info.format_version, info.extra, info.config],
-        default=lambda array: [array.dtype.str, array.shape, array.tobytes().hex()],
-    )
 
 source, changed, kind = sys.argv[1:]
 data = open(source, "rb").read()

@@ -13,13 +13,12 @@ from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.catalog import ABANDONED_AFTER_S, partial_path
 from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.format.index import check_extents, open_index
-from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, SavePlan, plan_alone
 from hpcfsdp.checkpoint.saving.temporary import BlockWriter, extent_rows
 from hpcfsdp.checkpoint.saving.writer import write_alone
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
-from tests.disks import Cut, Failing, Forgetful, Logged, Watched, folder_of, power_cuts, using
+from tests.disks import Cut, Failing, Forgetful, Logged, Watched, folder_of, power_cuts, using, value_of
 
 SPECS = (
     TensorSpec("model/w", (7, 13), "float32"),
@@ -40,19 +39,6 @@ def elements(value):
 def write(path, value, system=None):
     with using(system):
         return write_alone(path, SPECS, elements(value), step=value)
-
-
-def value_of(path):
-    """What ``write`` was given, after every byte has been read.
-
-    Raises:
-        CheckpointError: the file is not whole.
-    """
-    index = open_index(path)
-    with BlockReader(index) as reader:
-        found = {int(x) for name in index.tensors for block in reader.blocks(name) for x in block}
-    assert found == {index.info.step}, "a mix"
-    return index.info.step
 
 
 def calls_of(folder):
