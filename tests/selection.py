@@ -1,9 +1,10 @@
 """Which tests of tests/mpi run under which numbers of ranks.
 
 ``pytest.mark.ranks(2, 3)``: each case of the test runs once, under one of these numbers, mostly the first; a test
-without parameters under the first. Tests of a transport (``pytest.mark.transport``), and all with ``--more-ranks``, run
-under all of their numbers: all cases under the first, and under the others a few, in which each value of each parameter
-occurs. A number of ranks that a test does not name leaves it out, which is no skip.
+without parameters under the first. What runs on one rank, which has nothing to exchange, runs under the first too.
+Tests of a transport (``pytest.mark.transport``), those that lay meshes out over all ranks (``pytest.mark.meshes``), and
+all with ``--more-ranks``, run under all of their numbers: all cases under the first, and under the others a few, in
+which each value of each parameter occurs. A number of ranks that a test does not name leaves it out, which is no skip.
 """
 
 import collections
@@ -39,19 +40,20 @@ def chosen(items, size, more=False):
         more: under all numbers of ranks that a test names, not under one.
     """
     here = [(item, ranks_of(item)) for item in items]
-    several = {item for item, _ in here if more or item.get_closest_marker("transport")}
+    several = {item for item, _ in here if more or any(map(item.get_closest_marker, ("transport", "meshes")))}
     thinned = set(each_value_once([item for item, ranks in here if item in several and size in ranks[1:]]))
     return [
         item
         for item, ranks in here
-        if item in thinned or size == (ranks[0] if item in several else _one_of(ranks, item))
+        if item in thinned or size in (ranks[:1] if item in several else _some_of(ranks, item))
     ]
 
 
-def _one_of(ranks, item):
-    """The number of ranks for one case: mostly the first; every fourth case, whatever its parameters, under another."""
+def _some_of(ranks, item):
+    """The numbers of ranks for one case: mostly the first; for every fourth case, whatever its parameters, another."""
     turn = zlib.crc32(item.nodeid.encode()) if hasattr(item, "callspec") else 1
-    return ranks[0] if turn % 4 or len(ranks) == 1 else ranks[1:][turn // 4 % (len(ranks) - 1)]
+    number = ranks[0] if turn % 4 or len(ranks) == 1 else ranks[1:][turn // 4 % (len(ranks) - 1)]
+    return (number, ranks[0]) if number == 1 else (number,)
 
 
 def each_value_once(items):

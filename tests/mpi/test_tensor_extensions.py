@@ -90,6 +90,7 @@ def divides(mesh, shape, placement):
     return rows > 0 and rows % mesh["shard"].size() == 0
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_chunks_over_a_mesh_go_out_and_come_back(mesh, shape, placement):
@@ -123,6 +124,7 @@ def test_chunks_keep_the_shape_of_what_a_block_was_cut_from(world):
     assert found.shape == whole.shape
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
 def test_gradients_stay_with_what_is_chunked(mesh, placement):
     tensor = placed(numbers((7, 5)), mesh["tensor"], placement).requires_grad_()
@@ -137,6 +139,7 @@ def test_gradients_stay_with_what_is_chunked(mesh, placement):
     assert tensor.grad is None
 
 
+@pytest.mark.meshes
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 @pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
 def test_chunks_over_a_process_group_go_out_and_come_back(world, mesh, shape, placement):

@@ -48,7 +48,7 @@ from tests.mpi.mesh_cases import (
 )
 from tests.mpi.models import ORIGINAL
 
-pytestmark = pytest.mark.ranks(3, 1, 4)
+pytestmark = [pytest.mark.ranks(3, 1, 4), pytest.mark.meshes]
 
 ONE_STEP = Recipe("sgd", steps=1)
 

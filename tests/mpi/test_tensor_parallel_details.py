@@ -36,7 +36,7 @@ from tests.mpi.mesh_cases import (
 from tests.mpi.models import ORIGINAL
 from tests.mpi.state_dict_cases import FULL, SHARDED
 
-pytestmark = pytest.mark.ranks(3, 4)
+pytestmark = [pytest.mark.ranks(3, 4), pytest.mark.meshes]
 
 WHOLE, FROM_RANK0 = (
     StateDictOptions(full_state_dict=True),

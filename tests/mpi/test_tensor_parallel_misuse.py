@@ -41,7 +41,7 @@ from tests.mpi.mesh_cases import (
 from tests.mpi.models import ORIGINAL
 from tests.mpi.state_dict_cases import FULL, SHARDED
 
-pytestmark = pytest.mark.ranks(3, 4)
+pytestmark = [pytest.mark.ranks(3, 4), pytest.mark.meshes]
 
 ALONG_TENSOR = (1, 1, SIZE)
 ONE_STEP = Recipe("sgd", steps=1)

@@ -51,7 +51,7 @@ from tests.mpi.mesh_cases import (
 from tests.mpi.models import ORIGINAL
 from tests.mpi.state_dict_cases import FULL, LOCAL, SHARDED
 
-pytestmark = pytest.mark.ranks(3, 1, 4)
+pytestmark = [pytest.mark.ranks(3, 1, 4), pytest.mark.meshes]
 
 RECIPE = Recipe(steps=2)
 TO_FIRST = FullStateDictConfig(rank0_only=True, offload_to_cpu=True), FullOptimStateDictConfig(rank0_only=True)
