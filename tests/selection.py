@@ -5,9 +5,13 @@ without parameters under the first. What runs on one rank, which has nothing to 
 Tests of a transport (``pytest.mark.transport``), those that lay meshes out over all ranks (``pytest.mark.meshes``), and
 all with ``--more-ranks``, run under all of their numbers: all cases under the first, and under the others a few, in
 which each value of each parameter occurs. A number of ranks that a test does not name leaves it out, which is no skip.
+
+Of a test with three parameters or more run those cases in which each two values meet, of one with ``pytest.mark.sweep``
+those in which each value occurs; all cases with ``--more-ranks``.
 """
 
 import collections
+import itertools
 import zlib
 
 DEFAULT = (2, 3)
@@ -37,11 +41,15 @@ def chosen(items, size, more=False):
     """The tests of `items` that run under `size` ranks; the same on every rank.
 
     Args:
-        more: under all numbers of ranks that a test names, not under one.
+        more: all cases, under all numbers of ranks that a test names, not under one.
     """
+    if not more:
+        swept = {item for item in items if item.get_closest_marker("sweep")}
+        kept = {*covering([item for item in items if item not in swept], 2), *covering(swept, 1)}
+        items = [item for item in items if item in kept]
     here = [(item, ranks_of(item)) for item in items]
     several = {item for item, _ in here if more or any(map(item.get_closest_marker, ("transport", "meshes")))}
-    thinned = set(each_value_once([item for item, ranks in here if item in several and size in ranks[1:]]))
+    thinned = set(covering([item for item, ranks in here if item in several and size in ranks[1:]], 1))
     return [
         item
         for item, ranks in here
@@ -56,17 +64,18 @@ def _some_of(ranks, item):
     return (number, ranks[0]) if number == 1 else (number,)
 
 
-def each_value_once(items):
-    """A subset in which each value of each parameter of each test occurs; the same on every rank."""
+def covering(items, number):
+    """A subset in which each `number` values of different parameters of a test meet; the same on every rank."""
     cases = collections.defaultdict(list)
-    for item in items:
-        cases[item.nodeid.split("[")[0]].append(item)
+    for item in sorted(items, key=lambda item: item.nodeid):
+        values = sorted(_values(item))
+        cases[item.nodeid.split("[")[0]].append((item, set(itertools.combinations(values, min(number, len(values))))))
     for group in cases.values():
-        missing = set().union(*map(_values, group))
+        missing = set().union(*(met for _, met in group))
         while missing:
-            best = max(group, key=lambda item: len(_values(item) & missing))
-            missing -= _values(best)
-            yield best
+            item, met = max(group, key=lambda case: len(case[1] & missing))
+            missing -= met
+            yield item
 
 
 def _values(item):

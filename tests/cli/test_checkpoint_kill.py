@@ -9,6 +9,7 @@ import pytest
 from hpcfsdp.checkpoint.format.catalog import ABANDONED_AFTER_S, latest
 from hpcfsdp.errors import CheckpointCorruptError
 from tests.cli.conftest import ROOT, survivors
+from tests.disks import value_of
 
 # One process that forks: each child saves, and kills itself before one more call than the child before it.
 ALONE = """
@@ -18,7 +19,7 @@ import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.writer import write_alone
-from tests.disks import Killing, Watched, using, value_of
+from tests.disks import Killing, Watched, using
 
 SPECS = [TensorSpec("model/w", (7, 13), "float32"), TensorSpec("model/v", (3,), "bfloat16")]
 
@@ -243,7 +244,9 @@ def killed(start, tmp_path, rank, step):
     return folder, calls
 
 
-@pytest.mark.parametrize(("rank", "step"), [(0, "ftruncate"), (1, "pwritev"), (0, "replace")])
+@pytest.mark.parametrize(
+    ("rank", "step"), [pytest.param(0, "ftruncate", marks=pytest.mark.slow), (1, "pwritev"), (0, "replace")]
+)
 def test_a_rank_that_is_killed_leaves_the_old_file_and_no_process(start, tmp_path, rank, step):
     folder, _ = killed(start, tmp_path, rank, step)
     assert partials(folder)

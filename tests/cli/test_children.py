@@ -46,7 +46,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(method, marks=pytest.mark.slow) for method in ("spawn", "forkserver"))]
+)
 def test_signals_to_all_processes_of_a_job_end_it_with_75(start, tmp_path, method):
     script = tmp_path / "script.py"
     script.write_text(PROGRAM)

@@ -140,7 +140,7 @@ def test_the_tool_without_a_job_says_what_it_needs(hpcfsdp, tmp_path):
     assert hpcfsdp("hang", "missing").code == 2
 
 
-@pytest.mark.parametrize("value", ["soon", "-1", "inf"])
+@pytest.mark.parametrize("value", ["soon", *(pytest.param(value, marks=pytest.mark.slow) for value in ("-1", "inf"))])
 def test_a_wrong_limit_is_named(start, tmp_path, value):
     (tmp_path / "script.py").write_text("import hpcfsdp\nhpcfsdp.init('cpu')\n")
     started = start("script.py", ranks=2, environ={"HPCFSDP_HANG_S": value}).wait()

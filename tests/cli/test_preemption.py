@@ -44,7 +44,7 @@ def stopped_at(job):
     return int(only[0]), only[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGUSR2, marks=pytest.mark.slow)])
 def test_a_signal_to_the_launcher_ends_a_users_loop_with_a_checkpoint_and_75(start, program, number):
     job = start(program, ranks=2, environ=NEVER)
     job.wait_for(begun(program))

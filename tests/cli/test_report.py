@@ -75,6 +75,7 @@ def test_neither_mpi_nor_torch_is_loaded(hpcfsdp, no_mpi, tmp_path):
     assert hpcfsdp("watch", run, "--once").code == 0
 
 
+@pytest.mark.slow
 def test_a_real_training_and_what_it_resumed(start, tiny, tmp_path):
     """Two starts of a training on 2 ranks; whatever its version of the folder has is on the page."""
     run = tmp_path / "a run"

@@ -95,6 +95,7 @@ def test_a_trace_and_tensorboard(hpcfsdp, tiny):
     assert written == [(2, 2), (4, 2)]
 
 
+@pytest.mark.slow
 def test_train_with_tensor_parallelism_then_resume_without(hpcfsdp, tiny):
     arguments = ("train", *tiny, "--train.steps", 4, "--train.run_steps", 2)
     first = hpcfsdp(*arguments, "--mesh.tensor", 2, ranks=4)

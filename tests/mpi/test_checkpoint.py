@@ -292,7 +292,7 @@ def test_a_fresh_model_is_read_once_and_is_nan_on_all_ranks_after_damage_to_any_
     monkeypatch.setattr(BlockReader, "check_rows", check_rows)
     again = shard(make_net(seed=3), use_orig_params=original)
     again_optimizer = adamw(again)
-    for name, spec in open_index(path).tensors.items():
+    for name, spec in list(open_index(path).tensors.items())[::4]:
         if comm.rank == 0:
             damage(path, name, spec.nbytes - 1)
         comm.all_gather_object(None)

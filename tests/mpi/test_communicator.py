@@ -172,6 +172,7 @@ def test_every_rank_can_be_the_source_of_a_broadcast(comm, dtype):
 # Reducing
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", OPS)
 def test_reductions_agree_with_arithmetic_on_what_all_ranks_hold(carrier, op):
     for dtype in DTYPES:
@@ -188,6 +189,7 @@ def test_reductions_agree_with_arithmetic_on_what_all_ranks_hold(carrier, op):
             assert same(full, expected), (dtype, numel)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.uint16, torch.bool], ids=str)
 def test_reductions_go_through_in_pieces_where_they_are_long(carrier, dtype):
     op = "sum"

@@ -13,13 +13,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:no parameter of the unit"),  # no rank may use one
 ]
 
-SEEDS = range(12)
+
+def seeds(world):
+    """Other models under each number of ranks."""
+    return range(6 * world.size, 6 * world.size + 6)
 
 
 @pytest.mark.parametrize("transport", ["shared memory", "messages"])
 @pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 def test_wrapped(world, groups, transport, original):
-    for seed in SEEDS:
+    for seed in seeds(world):
         model, units = random_models.make(seed, world.size)
         expected = random_models.trained(model, world.size)
         policy = CustomPolicy(lambda module, units=units: module in units)
@@ -30,7 +33,7 @@ def test_wrapped(world, groups, transport, original):
 
 @pytest.mark.parametrize("transport", ["shared memory", "gloo"])
 def test_fully_sharded(world, row_meshes, transport):
-    for seed in SEEDS:
+    for seed in seeds(world):
         model, units = random_models.make(seed, world.size)
         expected = random_models.trained(model, world.size)
         for unit in [*units, model]:

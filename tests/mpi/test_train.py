@@ -151,7 +151,11 @@ def agree(config, losses, norms):
     torch.testing.assert_close([r["grad_norm"] for r in records(config)], norms, rtol=1e-11, atol=0)
 
 
-@pytest.mark.parametrize(("batch", "accumulation"), [(12, 1), (10, 2)], ids=["even", "uneven, accumulated"])
+@pytest.mark.parametrize(
+    ("batch", "accumulation"),
+    [pytest.param(12, 1, marks=pytest.mark.slow), (10, 2)],
+    ids=["even", "uneven, accumulated"],
+)
 @pytest.mark.ranks(4)
 def test_every_mesh_trains_as_one_plain_process_does(world, make_config, in_float64, batch, accumulation):
     batch = max(batch, accumulation * world.size)

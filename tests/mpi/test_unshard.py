@@ -146,6 +146,7 @@ def test_they_may_be_looked_at_between_forward_and_backward(comm, wrap, carrier,
 # What is written back
 
 
+@pytest.mark.sweep
 @ORIGINAL
 @STRATEGIES
 @CARRIERS
@@ -213,6 +214,7 @@ def test_an_error_of_all_ranks_leaves_shards(comm, wrap, original):
 # Gradients
 
 
+@pytest.mark.sweep
 @ORIGINAL
 @STRATEGIES
 @CARRIERS
@@ -278,7 +280,7 @@ def private_bytes():
 @pytest.mark.parametrize("carrier", ["shared memory", "messages"])
 @pytest.mark.ranks(2)
 def test_a_walk_holds_one_unit_and_all_of_it_is_given_back(groups, carrier):
-    width = 3600  # 49 MiB a layer
+    width = 2400  # 22 MiB a layer
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(3)])
     policy = ModuleWrapPolicy({nn.Linear})
     sharded = FullyShardedDataParallel(model, groups[carrier][False], auto_wrap_policy=policy)

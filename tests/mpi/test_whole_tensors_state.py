@@ -192,6 +192,7 @@ def rows(name, steps=slice(0, 2), seed=0):
     return model, optimizer
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", ["file", "full", "sharded", "own", "plain"])
 def test_state_of_fully_shard(world, shared_path, name, way):

@@ -26,7 +26,9 @@ pytestmark = pytest.mark.hdf5
 
 GOLDEN = sorted(Path(__file__).resolve().parents[2].glob("golden/*.h5"))
 
-CHILD = READ_ALL + """
+CHILD = (
+    READ_ALL
+    + """
 import os, random, resource, sys, warnings
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 resource.setrlimit(resource.RLIMIT_CPU, (90, 90))
@@ -68,6 +70,7 @@ def flip(bit, **expectation):
     os.pwrite(fd, data[place : place + 1], place)
 
 """
+)
 
 
 def run(run_python, source, every, code):

@@ -554,7 +554,9 @@ def test_a_file_removed_after_it_was_opened_is_reported(damaged):
 
 # Reads a file whole, after changing it in one place; prints the changes that went unseen. In a process of its own,
 # with little memory and time, so that a crash or a loop in libhdf5 is seen as such.
-SWEEP = READ_ALL + """
+SWEEP = (
+    READ_ALL
+    + """
 import random, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 resource.setrlimit(resource.RLIMIT_CPU, (90, 90))
@@ -586,6 +588,7 @@ for place, version in versions:
         unseen.append([place, repr(error)])
 print(json.dumps([unseen, seen, len(versions)]))
 """
+)
 
 
 def test_a_file_cut_off_at_any_length_is_corrupt(good, tmp_path, run_python):
