@@ -42,16 +42,11 @@ def is_accelerator(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device as its driver describes it.
-
-    Attributes:
-        uuid: the same for all processes that share the hardware; None where the driver gives none.
-        nbytes: of memory, 0 where it is unknown.
-    """
+    """A device as its driver describes it."""
 
     name: str
-    uuid: str | None
-    nbytes: int
+    uuid: str | None  # the same for all processes that share the hardware; None where the driver gives none
+    nbytes: int  # of memory, 0 where it is unknown
 
 
 def describe(device: torch.device) -> Hardware:

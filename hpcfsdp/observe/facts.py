@@ -29,23 +29,14 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class Facts:
-    """What all records of a run are computed with.
+    """What all records of a run are computed with."""
 
-    Attributes:
-        rank: of the world.
-        copies: ranks that compute with the same tokens.
-        elements: of the whole model's parameters; None without a model.
-        flops_per_token: None where it is not known.
-        peak_flops: of all ranks together.
-        hosts: by rank of the world, on rank 0 of the model alone.
-    """
-
-    rank: int
-    copies: int
-    elements: int | None
-    flops_per_token: float | None
-    peak_flops: float
-    hosts: Mapping[int, str]
+    rank: int  # of the world
+    copies: int  # ranks that compute with the same tokens
+    elements: int | None  # of the whole model's parameters; None without a model
+    flops_per_token: float | None  # None where it is not known
+    peak_flops: float  # of all ranks together
+    hosts: Mapping[int, str]  # by rank of the world, on rank 0 of the model alone
 
 
 def agree_on_facts(

@@ -110,19 +110,14 @@ class Sums:
 
 @dataclass(frozen=True)
 class Totals:
-    """The sums of a rank as numbers.
-
-    Attributes:
-        loss: the sum of losses times their weights; None where the program gives none.
-        values: means over the steps, and the latest learning rate.
-    """
+    """The sums of a rank as numbers."""
 
     steps: int
-    loss: float | None
+    loss: float | None  # the sum of losses times their weights; None where the program gives none
     weight: float
     tokens: float | None
     is_reduced: bool
-    values: dict[str, float]
+    values: dict[str, float]  # means over the steps, and the latest learning rate
 
 
 def scalar(name: str, value: Any, keep_on_device: bool = False) -> Any:
@@ -210,11 +205,7 @@ class FigureReduction:
         record["busy_s_mean"], record["busy_s_max"] = round(busy_s, 6), most_busy_s
         if self._size > 1:
             behind_s = round(max(0.0, most_busy_s - busy_s), 6)
-            record["straggler"] = {
-                "rank": busiest[1],
-                "host": facts.hosts.get(busiest[1], ""),
-                "behind_s": behind_s,
-            }
+            record["straggler"] = {"rank": busiest[1], "host": facts.hosts.get(busiest[1], ""), "behind_s": behind_s}
         if peak[0]:
             record["memory"] = {"now_bytes": now[0] << 10, "peak_bytes": peak[0] << 10, "peak_rank": peak[1]}
         record, others = finite(record)

@@ -257,11 +257,7 @@ class Muon(torch.optim.Optimizer):
             if nesterov:
                 updates = _stacked(grads).lerp(updates, momentum)
             updates = orthogonalize(
-                updates,
-                coefficients=group["ns_coefficients"],
-                steps=group["ns_steps"],
-                eps=group["eps"],
-                dtype=dtype,
+                updates, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"], dtype=dtype
             )
             scale = -lr * _lr_factor(group["adjust_lr_fn"], params[0].shape)
             for param, update in zip(params, updates.unbind() if len(params) > 1 else [updates], strict=True):

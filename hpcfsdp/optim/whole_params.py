@@ -32,23 +32,14 @@ share it: all that have parts of it (True), or those of one replica (False)."""
 
 @dataclass(frozen=True, eq=False)
 class WholeParam:
-    """One parameter.
+    """One parameter."""
 
-    Attributes:
-        name: in the model, without the names of wrappers.
-        param: what a sharded optimizer would step: this rank's part.
-        shape: of the whole.
-        share: None if each rank steps it for itself.
-        num_replicas: ranks with the same shard.
-        has_blocks: whether the whole is a block of a tensor-parallel parameter.
-    """
-
-    name: str
-    param: nn.Parameter
-    shape: tuple[int, ...]
-    share: Share | None = None
-    num_replicas: int = 1
-    has_blocks: bool = False
+    name: str  # in the model, without the names of wrappers
+    param: nn.Parameter  # what a sharded optimizer would step: this rank's part
+    shape: tuple[int, ...]  # of the whole
+    share: Share | None = None  # None if each rank steps it for itself
+    num_replicas: int = 1  # ranks with the same shard
+    has_blocks: bool = False  # whether the whole is a block of a tensor-parallel parameter
 
     @property
     def numel(self) -> int:

@@ -442,17 +442,13 @@ class WholeTensors(torch.optim.Optimizer):
 
 @dataclass
 class _New:
-    """Parameters for the inner optimizer.
+    """Parameters for the inner optimizer."""
 
-    Attributes:
-        groups: of whole parameters; those that other ranks own are on the meta device.
-        owned, alone: the parameters that have owners, and that each rank steps, with what is stepped.
-        params: the sharded parameters by what is stepped; `mine` is stepped by this rank.
-    """
-
-    groups: list[dict[str, Any]]
+    groups: list[dict[str, Any]]  # of whole parameters; those that other ranks own are on the meta device
+    # owned, alone: the parameters that have owners, and that each rank steps, with what is stepped
     owned: list[OwnedParams]
     alone: list[tuple[WholeParam, nn.Parameter]]
+    # the sharded parameters by what is stepped; `mine` is stepped by this rank
     params: dict[nn.Parameter, nn.Parameter]
     mine: set[nn.Parameter]
 

@@ -17,47 +17,32 @@ from hpcfsdp.plan.traced_step import TracedStep
 
 @dataclass(frozen=True)
 class Disk:
-    """A parallel file system.
+    """A parallel file system."""
 
-    Attributes:
-        node_bytes_per_s: that one node writes.
-        bytes_per_s: that all nodes write together at most.
-    """
-
-    node_bytes_per_s: float = 2e9
-    bytes_per_s: float = 100e9
+    node_bytes_per_s: float = 2e9  # that one node writes
+    bytes_per_s: float = 100e9  # that all nodes write together at most
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan.
+    """What to plan."""
 
-    Attributes:
-        source: the model.
-        ranks: of the job; a multiple of ``machine.ranks_per_node``.
-        machine: its nodes, links and devices.
-        memory_bytes: of a device.
-        headroom: the part of it that is left to the driver, to communication libraries and to fragmentation.
-        common: front, precision, optimizer, offload, accumulation and granularity of all setups.
-        param: the dtype of the parameters; None for that of the model.
-        strategies, shards, checkpointed: to consider no others; empty or None for all.
-        disk, interval_s: for checkpoints.
-        of_run: whether ``hpcfsdp train`` runs it: then the setup is given by keys of its configuration.
-    """
-
-    source: ModelSource
-    ranks: int
-    machine: Machine
-    memory_bytes: int
-    headroom: float = 0.1
+    source: ModelSource  # the model
+    ranks: int  # of the job; a multiple of ``machine.ranks_per_node``
+    machine: Machine  # its nodes, links and devices
+    memory_bytes: int  # of a device
+    headroom: float = 0.1  # the part of it that is left to the driver, to communication libraries and to fragmentation
+    # front, precision, optimizer, offload, accumulation and granularity of all setups
     common: Setup = field(default_factory=Setup)
-    param: torch.dtype | None = None
+    param: torch.dtype | None = None  # the dtype of the parameters; None for that of the model
+    # strategies, shards, checkpointed: to consider no others; empty or None for all
     strategies: tuple[str, ...] = ()
     shards: int | None = None
     checkpointed: bool | None = None
+    # disk, interval_s: for checkpoints
     disk: Disk = field(default_factory=Disk)
     interval_s: float = 3600.0
-    of_run: bool = False
+    of_run: bool = False  # whether ``hpcfsdp train`` runs it: then the setup is given by keys of its configuration
 
     @property
     def usable_bytes(self) -> int:
@@ -67,28 +52,20 @@ class Request:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setup with what it takes.
-
-    Attributes:
-        checkpointed: whether units compute their forward again in the backward.
-        fits: whether its peak is within the memory that a rank may use.
-    """
+    """A setup with what it takes."""
 
     setup: Setup
-    checkpointed: bool
+    checkpointed: bool  # whether units compute their forward again in the backward
     footprint: Footprint
     time: StepTime
-    fits: bool
+    fits: bool  # whether its peak is within the memory that a rank may use
 
 
 def candidates(request: Request, steps: Sequence[TracedStep]) -> tuple[Candidate, ...]:
     """Return all setups of a job, the fastest first; those that do not fit come last, the smallest first.
 
-    Args:
-        steps: of the same model, with and without checkpointed activations.
-
-    Raises:
-        UsageError: no setup is what the request asks for, whatever memory it takes.
+    `steps` are of the same model, with and without checkpointed activations. Raises UsageError where no setup is what
+    the request asks for, whatever memory it takes.
     """
     found = []
     for strategy, shards in _ways(request):
@@ -109,7 +86,12 @@ def candidates(request: Request, steps: Sequence[TracedStep]) -> tuple[Candidate
             f"for a copy is not possible on {request.ranks} ranks: the number must divide the ranks, and a hybrid "
             "strategy needs several copies of several ranks each"
         )
-    return tuple(sorted(found, key=_order))
+
+    def order(each: Candidate) -> tuple[bool, float, int, int]:
+        seconds = each.time.seconds if each.fits else 0.0
+        return not each.fits, seconds, each.footprint.peak.nbytes, each.setup.shards
+
+    return tuple(sorted(found, key=order))
 
 
 SAME_TIME = 0.02
@@ -130,12 +112,6 @@ def pick(found: Sequence[Candidate]) -> Candidate:
         alike,
         key=lambda each: (each.setup.replicas > 1, each.setup.shards, each.checkpointed, each.footprint.peak.nbytes),
     )
-
-
-def _order(candidate: Candidate) -> tuple[bool, float, int, int]:
-    """Return a key that sorts fast ones first; those that do not fit last, the smallest of them first."""
-    peak = candidate.footprint.peak.nbytes
-    return (not candidate.fits, candidate.time.seconds if candidate.fits else 0.0, peak, candidate.setup.shards)
 
 
 def _ways(request: Request) -> Iterator[tuple[str, int]]:
@@ -159,13 +135,8 @@ def _ways(request: Request) -> Iterator[tuple[str, int]]:
 
 
 def way_out(request: Request, step: TracedStep, smallest: Candidate) -> tuple[int, list[str]]:
-    """Return how many bytes are missing where nothing fits, and what would help.
-
-    Args:
-        step: of the smallest candidate.
-    """
+    """Return how many bytes are missing where nothing fits, and what would help; `step` is that of `smallest`."""
     peak = smallest.footprint.peak
-    missing = peak.nbytes - request.usable_bytes
     advice = []
     kinds = peak.bytes_by_kind
     shared = kinds["parameters"] + kinds["optimizer"] + kinds["gradients"]
@@ -192,4 +163,4 @@ def way_out(request: Request, step: TracedStep, smallest: Candidate) -> tuple[in
         advice.append("fewer or shorter sequences for each rank (--batch, --sequence), with more backwards in a step")
     if kinds["gathered"] + kinds["unit gradients"] > peak.nbytes // 4:
         advice.append("smaller units (--wrap)")
-    return missing, advice
+    return peak.nbytes - request.usable_bytes, advice

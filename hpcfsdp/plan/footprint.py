@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hpcfsdp.plan.layouts import OPTIMIZERS, Layouts, PlannedGroup, Setup, allocated
+from hpcfsdp.plan.layouts import KEEPS_VALUES, OPTIMIZERS, PlannedGroup, Setup, allocated, layouts_of
 from hpcfsdp.plan.traced_step import EventKind, StepEvent, TracedStep
 
 KINDS = ("parameters", "optimizer", "gradients", "gathered", "unit gradients", "activations", "scratch")
@@ -24,15 +24,10 @@ whole gradients on their way to a reduction, tensors of the computation, and wha
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory at one point of a step.
+    """Memory at one point of a step."""
 
-    Attributes:
-        what: the point.
-        bytes_by_kind: see ``KINDS``.
-    """
-
-    what: str
-    bytes_by_kind: Mapping[str, int]
+    what: str  # the point
+    bytes_by_kind: Mapping[str, int]  # see ``KINDS``
 
     @property
     def nbytes(self) -> int:
@@ -41,19 +36,12 @@ class Moment:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of the rank that takes most.
+    """Memory of the rank that takes most."""
 
-    Attributes:
-        at_rest: on the device between steps.
-        peak: on the device when most is taken.
-        host: in host memory at its peak, under offload.
-        course: the moments of a step with the most memory of each event, in order.
-    """
-
-    at_rest: Moment
-    peak: Moment
-    host: Mapping[str, int]
-    course: tuple[Moment, ...]
+    at_rest: Moment  # on the device between steps
+    peak: Moment  # on the device when most is taken
+    host: Mapping[str, int]  # in host memory at its peak, under offload
+    course: tuple[Moment, ...]  # the moments of a step with the most memory of each event, in order
 
 
 def footprint(step: TracedStep, setup: Setup) -> Footprint:
@@ -63,24 +51,16 @@ def footprint(step: TracedStep, setup: Setup) -> Footprint:
 
 @dataclass(eq=False)
 class ReplayedUnit:
-    """A unit while it is replayed.
-
-    Attributes:
-        groups: its layouts.
-        gathers: whether its values take memory while it computes.
-        keeps: whether they stay between forward and backward.
-        outstanding: by group, gradients that are still to come.
-        waiting: by group, bytes of gradients on leaves.
-    """
+    """A unit while it is replayed."""
 
     index: int
-    groups: tuple[PlannedGroup, ...]
-    gathers: bool
-    keeps: bool
+    groups: tuple[PlannedGroup, ...]  # its layouts
+    gathers: bool  # whether its values take memory while it computes
+    keeps: bool  # whether they stay between forward and backward
     is_gathered: bool = False
     in_backward: bool = False
-    outstanding: dict[int, int] = field(default_factory=dict)
-    waiting: Counter[int] = field(default_factory=Counter)
+    outstanding: dict[int, int] = field(default_factory=dict)  # by group, gradients that are still to come
+    waiting: Counter[int] = field(default_factory=Counter)  # by group, bytes of gradients on leaves
 
     def gathered_bytes(self) -> int:
         return sum(allocated(group.gathered_numel, group.dtypes.compute) for group in self.groups)
@@ -91,16 +71,10 @@ class Replay:
 
     def __init__(self, step: TracedStep, setup: Setup) -> None:
         self.step, self.setup = step, setup
-        layouts = Layouts(step.units, setup)
-        last = len(step.units) - 1
+        last, keeps = len(step.units) - 1, setup.strategy in KEEPS_VALUES
         self.units = [
-            ReplayedUnit(
-                index,
-                groups,
-                any(_gathers(group, setup) for group in groups),
-                setup.keeps_values or index == last,
-            )
-            for index, groups in enumerate(layouts.groups)
+            ReplayedUnit(index, groups, any(_gathers(group, setup) for group in groups), keeps or index == last)
+            for index, groups in enumerate(layouts_of(step.units, setup))
         ]
         backwards = [event.unit for event in step.events if event.kind is EventKind.BACKWARD]
         self._next = dict(itertools.pairwise(backwards))
@@ -122,17 +96,15 @@ class Replay:
         stepped = [allocated(numel, group.dtypes.param) for group in trained for numel in group.stepped]
         state = optimizer.values * sum(stepped)
         scalars = 0 if setup.offload else optimizer.on_device * len(stepped) * allocated(1, torch.float32)
-        shards = sum(group.shard_bytes for group in groups)
+        shards = sum(allocated(group.layout.shard_numel, group.dtypes.param) for group in groups)
         grads = sum(allocated(group.layout.shard_numel, group.dtypes.grad) for group in trained)
         host = {}
-        self._now["parameters"] = self.step.buffer_bytes + self._small_bytes()
+        self._now["parameters"] = self.step.buffer_bytes
+        if setup.front == "class":  # modules hold a number for each parameter
+            self._now["parameters"] += sum(allocated(len(group.params), group.dtypes.param) for group in groups)
         if setup.offload:
-            host = {
-                "parameters": shards,
-                "optimizer": state,
-                "gradients": grads,
-                "scratch": optimizer.scratch * sum(stepped),
-            }
+            scratch = optimizer.scratch * sum(stepped)
+            host = {"parameters": shards, "optimizer": state, "gradients": grads, "scratch": scratch}
         else:
             self._now["parameters"] += shards
             self._now["optimizer"] = state + scalars
@@ -170,23 +142,16 @@ class Replay:
 
     # Memory
 
-    def _small_bytes(self) -> int:
-        """Return the bytes of one number for each parameter, which modules hold at rest."""
-        if self.setup.front != "class":
-            return 0
-        return sum(allocated(len(group.params), group.dtypes.param) for unit in self.units for group in unit.groups)
-
     def _moment(self, what: str) -> Moment:
         return Moment(what, {kind: self._now[kind] for kind in KINDS})
 
     def _mark(self) -> None:
         """Note the memory now, unless more has been noted for the same event."""
-        total = sum(self._now.values())
         if self._course and self._course[-1].what == self._what:
-            if total > self._course[-1].nbytes:
-                self._course[-1] = self._moment(self._what)
-        else:
-            self._course.append(self._moment(self._what))
+            if sum(self._now.values()) <= self._course[-1].nbytes:
+                return
+            self._course.pop()
+        self._course.append(self._moment(self._what))
 
     def _take(self, kind: str, nbytes: int) -> None:
         self._now[kind] += nbytes
@@ -218,7 +183,9 @@ class Replay:
             self._what = f"backward of {name}"
             self._has_grad(unit, event.param)
         else:
-            self._end_backward(unit)
+            self._reshard(unit)
+            unit.in_backward = False
+            self._advance()
         self._taken("activations", event.high)
         self._now["activations"] += event.net
         self.on_compute(event)
@@ -238,7 +205,7 @@ class Replay:
             if not _gathers(group, self.setup):
                 continue
             if self.setup.front == "fully_shard":  # all shards arrive, and the parameters are copied from there
-                arriving = allocated(group.padded_numel, group.dtypes.compute)
+                arriving = allocated(group.layout.padded_numel, group.dtypes.compute)
                 self._take("scratch", arriving)
             self._take("gathered", allocated(group.gathered_numel, group.dtypes.compute))
             if self.setup.front == "fully_shard":
@@ -293,11 +260,6 @@ class Replay:
         if not unit.outstanding[place]:
             self._advance()
 
-    def _end_backward(self, unit: ReplayedUnit) -> None:
-        self._reshard(unit)
-        unit.in_backward = False
-        self._advance()
-
     def _finish(self) -> None:
         self._what = "end of the backward"
         self._free_retired(keep=0)
@@ -326,7 +288,7 @@ class Replay:
         dtypes, layout = group.dtypes, group.layout
         slot = dtypes.reduce, place
         self._now["unit gradients"] -= self._slots.pop(slot, 0)
-        buffer = allocated(group.padded_numel, dtypes.reduce)
+        buffer = allocated(layout.padded_numel, dtypes.reduce)
         self._take("unit gradients", buffer)
         self._now["unit gradients"] -= unit.waiting.pop(place, 0)
         grad = allocated(layout.shard_numel, dtypes.grad)
@@ -348,7 +310,7 @@ class Replay:
                 self._slots[slot] = buffer
         else:
             if setup.replicas > 1:
-                self._taken("scratch", all_reduce_scratch(group.padded_numel, group, setup.replicas))
+                self._taken("scratch", all_reduce_scratch(layout.padded_numel, group, setup.replicas))
             if dtypes.reduce != dtypes.grad:
                 self._take("gradients", grad)
                 self._slots[slot] = buffer
@@ -370,17 +332,16 @@ def _gathers(group: PlannedGroup, setup: Setup) -> bool:
 def scatter_scratch(group: PlannedGroup, setup: Setup, output: torch.dtype) -> int:
     """Return bytes that a reduce-scatter takes, besides its input and output."""
     dtypes, shard = group.dtypes, group.layout.shard_numel
+    sent = allocated(group.layout.padded_numel, dtypes.reduce)
     total = 0 if output == dtypes.accumulate else allocated(shard, dtypes.accumulate)
     if dtypes.reduce == dtypes.accumulate:
         return total
     # Ranks send values in 16 bits and add them up in 32: each receives all parts, those of a node first.
     if setup.nodes_of_shards > 1 and setup.shards > setup.nodes_of_shards:
         of_node = allocated(shard * setup.nodes_of_shards, dtypes.reduce)
-        within = allocated(group.padded_numel, dtypes.reduce) + allocated(
-            shard * setup.nodes_of_shards, dtypes.accumulate
-        )
-        return allocated(group.padded_numel, dtypes.reduce) + of_node + max(within, of_node + total)
-    return allocated(group.padded_numel, dtypes.reduce) + total
+        within = sent + allocated(shard * setup.nodes_of_shards, dtypes.accumulate)
+        return sent + of_node + max(within, of_node + total)
+    return sent + total
 
 
 def all_reduce_scratch(numel: int, group: PlannedGroup, ranks: int) -> int:

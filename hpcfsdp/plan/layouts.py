@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -25,17 +24,11 @@ KEEPS_VALUES = ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a step, as torch's ``MixedPrecision`` names them.
+    """The dtypes of a step, as torch's ``MixedPrecision`` names them."""
 
-    Attributes:
-        compute: of the computation and of gathered values; None for that of the parameters.
-        reduce: of gradients between ranks; None for that of the computation.
-        keep_low_precision_grads: the optimizer gets gradients in the reduce dtype.
-    """
-
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    keep_low_precision_grads: bool = False
+    compute: torch.dtype | None = None  # of the computation and of gathered values; None for that of the parameters
+    reduce: torch.dtype | None = None  # of gradients between ranks; None for that of the computation
+    keep_low_precision_grads: bool = False  # the optimizer gets gradients in the reduce dtype
 
     def dtypes(self, param: torch.dtype) -> Dtypes:
         """Return the dtypes of parameters that have one dtype."""
@@ -46,31 +39,18 @@ class Precision:
 
 @dataclass(frozen=True)
 class Setup:
-    """How ranks share a model.
+    """How ranks share a model."""
 
-    Attributes:
-        strategy: the name of torch's ``ShardingStrategy``.
-        shards: ranks that share a copy of the model.
-        replicas: copies; those of ``NO_SHARD`` are all ranks.
-        front: the class, or ``fully_shard``.
-        precision: of the step.
-        optimizer: a key of ``OPTIMIZERS``.
-        offload: keep shards, gradients and the optimizer's state in host memory.
-        accumulation: backwards before a step, each of which reduces its gradients.
-        granularity: what of each parameter stays on one rank, of the class.
-        nodes_of_shards: nodes over which the ranks of a copy lie, for reductions in 16 bits.
-    """
-
-    strategy: str = "FULL_SHARD"
-    shards: int = 1
-    replicas: int = 1
-    front: Front = "class"
-    precision: Precision = Precision()
-    optimizer: str = "adamw"
-    offload: bool = False
-    accumulation: int = 1
-    granularity: Granularity = 1
-    nodes_of_shards: int = 1
+    strategy: str = "FULL_SHARD"  # the name of torch's ``ShardingStrategy``
+    shards: int = 1  # ranks that share a copy of the model
+    replicas: int = 1  # copies; those of ``NO_SHARD`` are all ranks
+    front: Front = "class"  # the class, or ``fully_shard``
+    precision: Precision = Precision()  # of the step
+    optimizer: str = "adamw"  # a key of ``OPTIMIZERS``
+    offload: bool = False  # keep shards, gradients and the optimizer's state in host memory
+    accumulation: int = 1  # backwards before a step, each of which reduces its gradients
+    granularity: Granularity = 1  # what of each parameter stays on one rank, of the class
+    nodes_of_shards: int = 1  # nodes over which the ranks of a copy lie, for reductions in 16 bits
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -86,25 +66,14 @@ class Setup:
     def ranks(self) -> int:
         return self.shards * self.replicas
 
-    @property
-    def keeps_values(self) -> bool:
-        """Whether gathered values stay between forward and backward."""
-        return self.strategy in KEEPS_VALUES
-
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What an optimizer holds and takes.
+    """What an optimizer holds and takes."""
 
-    Attributes:
-        values: tensors of its state for each parameter, of the parameter's dtype.
-        scratch: tensors of the size of the parameters that its step takes for a moment.
-        on_device: scalars for each parameter on the device.
-    """
-
-    values: int
-    scratch: int
-    on_device: int = 0
+    values: int  # tensors of its state for each parameter, of the parameter's dtype
+    scratch: int  # tensors of the size of the parameters that its step takes for a moment
+    on_device: int = 0  # scalars for each parameter on the device
 
 
 OPTIMIZERS = {
@@ -124,54 +93,31 @@ def allocated(numel: int, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """Parameters of a unit that are gathered together.
+    """Parameters of a unit that are gathered together."""
 
-    Attributes:
-        members: their indices in the unit.
-        params: the same.
-        dtypes: of them.
-        layout: of all ranks.
-        stepped: elements of each tensor that the optimizer steps on the rank that has most.
-        trained: whether they get gradients.
-    """
-
-    members: tuple[int, ...]
-    params: tuple[Param, ...]
-    dtypes: Dtypes
-    layout: FlatLayout | DTensorLayout
-    stepped: tuple[int, ...]
-    trained: bool
-
-    @property
-    def padded_numel(self) -> int:
-        """Elements of all shards: what is sent and reduced."""
-        return self.layout.padded_numel
+    members: tuple[int, ...]  # their indices in the unit
+    params: tuple[Param, ...]  # the same
+    dtypes: Dtypes  # of them
+    layout: FlatLayout | DTensorLayout  # of all ranks
+    stepped: tuple[int, ...]  # elements of each tensor that the optimizer steps on the rank that has most
+    trained: bool  # whether they get gradients
 
     @property
     def gathered_numel(self) -> int:
         """Elements that modules compute with, with gaps."""
         return self.layout.whole_numel if isinstance(self.layout, DTensorLayout) else self.layout.padded_numel
 
-    @cached_property
-    def shard_bytes(self) -> int:
-        """The size of a rank's shard."""
-        return allocated(self.layout.shard_numel, self.dtypes.param)
+
+def groups_of(params: Sequence[Param], setup: Setup) -> tuple[PlannedGroup, ...]:
+    """Return the groups of a unit's parameters: by dtype, and by whether they are trained."""
+    found: dict[tuple[torch.dtype, bool], dict[int, Param]] = {}
+    for index, param in enumerate(params):
+        found.setdefault((param.dtype, param.trained), {})[index] = param
+    return tuple(_group(members, setup, dtype, trained) for (dtype, trained), members in found.items())
 
 
-def groups_of(unit: PlannedUnit, setup: Setup) -> tuple[PlannedGroup, ...]:
-    """Return the groups of a unit: by dtype, and by whether they are trained."""
-    found: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for index, param in enumerate(unit.params):
-        found.setdefault((param.dtype, param.trained), []).append(index)
-    return tuple(
-        _group(members, [unit.params[index] for index in members], setup, dtype, trained)
-        for (dtype, trained), members in found.items()
-    )
-
-
-def _group(
-    members: Sequence[int], params: Sequence[Param], setup: Setup, dtype: torch.dtype, trained: bool
-) -> PlannedGroup:
+def _group(members: Mapping[int, Param], setup: Setup, dtype: torch.dtype, trained: bool) -> PlannedGroup:
+    params = tuple(members.values())
     dtypes = setup.precision.dtypes(dtype)
     layout: FlatLayout | DTensorLayout
     stepped: tuple[int, ...]
@@ -189,24 +135,10 @@ def _group(
         given = [(param.fqn, shape, 0, (), None) for param, shape in zip(params, shapes, strict=True)]
         layout = DTensorLayout.plan(given, dtype, setup.shards, itemsize=dtypes.itemsize)
         stepped = tuple(slot.chunk_numel for slot in layout.slots)  # of rank 0: no rank has more
-    return PlannedGroup(tuple(members), tuple(params), dtypes, layout, stepped, trained)
+    return PlannedGroup(tuple(members), params, dtypes, layout, stepped, trained)
 
 
-class Layouts:
-    """The groups of all units of a model; those of units that are alike are made once."""
-
-    def __init__(self, units: Sequence[PlannedUnit], setup: Setup) -> None:
-        alike: dict[tuple[Param, ...], tuple[PlannedGroup, ...]] = {}
-        self.groups: list[tuple[PlannedGroup, ...]] = []
-        for unit in units:
-            if unit.params not in alike:
-                alike[unit.params] = groups_of(unit, setup)
-            self.groups.append(alike[unit.params])
-        self.setup = setup
-
-    @property
-    def padding(self) -> float:
-        """Elements of gaps and padding, as a share of those of all parameters."""
-        groups = [group for of_unit in self.groups for group in of_unit]
-        numel = sum(param.numel for group in groups for param in group.params)
-        return sum(group.padded_numel for group in groups) / numel - 1 if numel else 0.0
+def layouts_of(units: Sequence[PlannedUnit], setup: Setup) -> list[tuple[PlannedGroup, ...]]:
+    """Return the groups of each unit; those of units that are alike are made once."""
+    alike = {params: groups_of(params, setup) for params in dict.fromkeys(unit.params for unit in units)}
+    return [alike[unit.params] for unit in units]

@@ -22,30 +22,19 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Link:
-    """A message of n bytes takes ``latency_s + n / bytes_per_s``, for each rank at the same time.
+    """A message of n bytes takes ``latency_s + n / bytes_per_s``, for each rank at the same time."""
 
-    Attributes:
-        latency_s: of a message from one rank to the next.
-        bytes_per_s: that one rank receives while all ranks of its node receive.
-        source: where the numbers come from.
-    """
-
-    latency_s: float
-    bytes_per_s: float
-    source: str
+    latency_s: float  # of a message from one rank to the next
+    bytes_per_s: float  # that one rank receives while all ranks of its node receive
+    source: str  # where the numbers come from
 
 
 @dataclass(frozen=True)
 class Links:
-    """The network of a machine.
+    """The network of a machine."""
 
-    Attributes:
-        within: between ranks of a node.
-        between: between ranks of different nodes.
-    """
-
-    within: Link
-    between: Link
+    within: Link  # between ranks of a node
+    between: Link  # between ranks of different nodes
 
 
 PRESETS = {
@@ -68,21 +57,13 @@ direction, with one port of the network for each rank. Latencies are those of a 
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator.
+    """An accelerator."""
 
-    Attributes:
-        flops: peak by bits of a number: 16 and 32.
-        memory_bytes: of the device.
-        memory_bytes_per_s: of its memory.
-        within: name of the link that a node of these devices usually has.
-        between: the same for several nodes.
-    """
-
-    flops: Mapping[int, float]
-    memory_bytes: int
-    memory_bytes_per_s: float
-    within: str
-    between: str
+    flops: Mapping[int, float]  # peak by bits of a number: 16 and 32
+    memory_bytes: int  # of the device
+    memory_bytes_per_s: float  # of its memory
+    within: str  # name of the link that a node of these devices usually has
+    between: str  # the same for several nodes
 
 
 DEVICES = {
@@ -105,11 +86,7 @@ def device_named(name: str) -> Device:
 
 
 def link_of(text: str) -> Link:
-    """Return a link by its name, or as "BANDWIDTH,LATENCY": GB/s for each rank, and microseconds.
-
-    Raises:
-        UsageError: neither.
-    """
+    """Return a link by its name, or as "BANDWIDTH,LATENCY": GB/s for each rank, and microseconds."""
     if text in PRESETS:
         latency, bandwidth = PRESETS[text]
         return Link(latency, bandwidth, f"{text}, assumed")
@@ -127,11 +104,7 @@ def link_of(text: str) -> Link:
 
 
 def measured_links(path: Path, assumed: Links) -> Links:
-    """Return the links in a report of ``hpcfsdp doctor --json``; those of `assumed` where it measured none.
-
-    Raises:
-        UsageError: the file cannot be read, or holds no measured link.
-    """
+    """Return the links in a report of ``hpcfsdp doctor --json``; those of `assumed` where it measured none."""
     try:
         report = json.loads(path.read_text())
     except OSError as error:
@@ -163,21 +136,13 @@ def _measured(found: Any, path: Path) -> Link | None:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What collectives take, for one rank.
+    """What collectives take, for one rank."""
 
-    Attributes:
-        within_bytes: received from ranks of the same node.
-        between_bytes: received from other nodes.
-        latency_s: the part of the time that does not depend on bytes.
-        transfer_s: the part that does.
-        calls: collectives.
-    """
-
-    within_bytes: float = 0.0
-    between_bytes: float = 0.0
-    latency_s: float = 0.0
-    transfer_s: float = 0.0
-    calls: int = 0
+    within_bytes: float = 0.0  # received from ranks of the same node
+    between_bytes: float = 0.0  # received from other nodes
+    latency_s: float = 0.0  # the part of the time that does not depend on bytes
+    transfer_s: float = 0.0  # the part that does
+    calls: int = 0  # collectives
 
     @property
     def seconds(self) -> float:
@@ -193,15 +158,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that communicate.
+    """Ranks that communicate."""
 
-    Attributes:
-        per_node: ranks on each of its nodes.
-        nodes: over which it lies.
-    """
-
-    per_node: int
-    nodes: int
+    per_node: int  # ranks on each of its nodes
+    nodes: int  # over which it lies
 
     @property
     def size(self) -> int:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from hpcfsdp import _compat
 from hpcfsdp.engine.nested import apply_to_tensors, tensors_in
@@ -42,25 +43,17 @@ def trace(
 ) -> TracedStep:
     """Run a forward and a backward of a model on the meta device. Its parameters take the dtype `compute`.
 
-    Args:
-        model: on the meta device, made for this call.
-        units: the modules inside of it that become units; it is one itself.
-        loss_of: the step: calls the model, and returns its loss.
-        tokens: of the step.
-        compute: to compute in; None for the dtypes of the parameters.
-        checkpointed: compute the forward of each of `units` again in the backward.
-        fused: count attention and RMSNorm of ``torch.nn.functional`` as fused kernels, not as single operations.
-
-    Raises:
-        UsageError: two units share a parameter.
+    `model` is made for this call, and a unit itself; the other `units` are modules inside of it. `loss_of` calls the
+    model, and returns its loss. With `checkpointed`, each of `units` computes its forward again in the backward; with
+    `fused`, attention and RMSNorm of ``torch.nn.functional`` count as fused kernels, and not as single operations.
+    Raises UsageError where two units share a parameter.
     """
     modules = [*dict.fromkeys(units), model]
     planned, owned = describe_units(model, modules)
     if compute is not None:
         cast_floating(model, compute)
-        model.register_forward_pre_hook(
-            functools.partial(_cast_inputs, compute), with_kwargs=True
-        )  # as the engine does
+        cast = functools.partial(apply_to_tensors, functools.partial(_cast, compute))  # as the engine does
+        model.register_forward_pre_hook(lambda _, args, kwargs: cast((args, kwargs)), with_kwargs=True)
     log = _EventLog(model.parameters())
     outer = {
         index for index, module in enumerate(modules) if any(each in set(module.modules()) for each in modules[:index])
@@ -68,13 +61,19 @@ def trace(
     hooks = [_UnitEvents(index, params, log, index in outer) for index, params in enumerate(owned)]
     hooked = [(module, unit) for module, unit in zip(modules, hooks, strict=True) if owned[unit.index]]
     with contextlib.ExitStack() as stack:
-        if checkpointed:
-            for module in modules[:-1]:
-                stack.enter_context(_recomputed(module))
+        for module in modules[:-1] if checkpointed else ():
+            module.forward = functools.partial(
+                checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
+            )
+            stack.callback(delattr, module, "forward")
         for module, unit in hooked:
-            stack.enter_context(unit.attached(module))
-        if fused:
-            stack.enter_context(_fused_kernels(log.meter))
+            for hook in unit.attach(module):
+                stack.callback(hook.remove)
+        # Not a mode of torch: these do not reach what a backward computes once more.
+        kernels = {"scaled_dot_product_attention": functools.partial(_attention, log.meter), "rms_norm": _rms_norm}
+        for name_of_kernel, kernel in kernels.items() if fused else ():
+            stack.callback(setattr, F, name_of_kernel, getattr(F, name_of_kernel))
+            setattr(F, name_of_kernel, kernel)
         stack.enter_context(log.meter)
         loss = loss_of(model)
         loss.backward()
@@ -90,7 +89,6 @@ def trace(
         tokens=tokens,
         outer=frozenset(outer | {unit.index for unit in hooks if unit.num_calls > 1}),
         checkpointed=checkpointed,
-        compute=compute,
         truths=log.meter.truths,
     )
 
@@ -100,8 +98,7 @@ def describe_units(
 ) -> tuple[tuple[PlannedUnit, ...], list[dict[nn.Parameter, int]]]:
     """Return the units of these modules, the model last, and for each its own parameters with their indices.
 
-    Raises:
-        UsageError: two units share a parameter.
+    Raises UsageError where two units share a parameter.
     """
     names = {module: name for name, module in model.named_modules()}
     owners: dict[nn.Parameter, nn.Module] = {}
@@ -141,11 +138,6 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    del module
-    return apply_to_tensors(functools.partial(_cast, dtype), (args, kwargs))
-
-
 def _grouped_mm_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **_options: Any) -> int:
     """Count matrix products of experts: rows of `a`, or what is summed over, are divided among them."""
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
@@ -157,18 +149,13 @@ _FORMULAS = {_compat.GROUPED_MM: _grouped_mm_flops}
 
 
 class _Meter(_compat.TorchDispatchMode):
-    """Counts bytes of tensors that are alive, and operations.
-
-    Attributes:
-        live: bytes now.
-        high: most bytes since it was last set.
-        flops: operations since it was last set.
-        truths: truth values of tensors that the program has asked for, and which count as true.
-    """
+    """Counts bytes of tensors that are alive, and operations."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.live = self.high = self.flops = self.truths = 0
+        self.live = 0  # bytes now
+        self.high = self.flops = 0  # most bytes, and operations, since they were last set
+        self.truths = 0  # truth values of tensors that the program has asked for, and which count as true
         self._params = [param.untyped_storage() for param in params]  # which keeps their addresses
         self._known = {id(storage): 0 for storage in self._params}
 
@@ -230,9 +217,8 @@ class _UnitEvents:
         self._grads_left, self._inputs_left, self._num_inputs = self._trained, 0, 0
         self._in_backward = self._has_ended = False
 
-    @contextlib.contextmanager
-    def attached(self, module: nn.Module) -> Iterator[None]:
-        """Note the events of a module, within the context."""
+    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+        """Note the events of a module until the hooks are removed."""
         hooks = [
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             module.register_forward_hook(self._after_forward),
@@ -240,14 +226,9 @@ class _UnitEvents:
         for param, index in self._params.items():
             if param.requires_grad:
                 hooks.append(param.register_post_accumulate_grad_hook(functools.partial(self._has_grad, index=index)))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        return hooks
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        del module
+    def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.num_calls += 1
         self._log.note(EventKind.FORWARD, self.index)
         return apply_to_tensors(self._lend, (args, kwargs))
@@ -262,15 +243,13 @@ class _UnitEvents:
         view.register_hook(self._input_done)
         return view
 
-    def _after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        del module, args
+    def _after_forward(self, _module: nn.Module, _args: Any, outputs: Any) -> None:
         for tensor in tensors_in(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(self._output_has_grad)
         self._log.note(EventKind.FORWARD_END, self.index)
 
-    def _output_has_grad(self, grad: torch.Tensor) -> None:
-        del grad
+    def _output_has_grad(self, _grad: torch.Tensor) -> None:
         if not self._in_backward:
             self._in_backward = True
             self._log.note(EventKind.BACKWARD, self.index)
@@ -281,8 +260,7 @@ class _UnitEvents:
         self._grads_left -= 1
         self._end_if_complete()
 
-    def _input_done(self, grad: torch.Tensor) -> None:
-        del grad
+    def _input_done(self, _grad: torch.Tensor) -> None:
         self._inputs_left -= 1
         self._end_if_complete()
 
@@ -298,41 +276,9 @@ class _UnitEvents:
             self._log.note(EventKind.BACKWARD_END, self.index)
 
 
-@contextlib.contextmanager
-def _recomputed(module: nn.Module) -> Iterator[None]:
-    """Have a module compute its forward again in the backward, within the context."""
-    forward = module.forward
-    module.forward = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-    try:
-        yield
-    finally:
-        del module.forward
-
-
-@contextlib.contextmanager
-def _fused_kernels(meter: _Meter) -> Iterator[None]:
-    """Give attention and RMSNorm the memory and the operations of fused kernels, within the context.
-
-    Not a mode of torch: these do not reach what a backward computes once more.
-    """
-    replaced = {
-        "scaled_dot_product_attention": functools.partial(_attention, meter),
-        "rms_norm": _rms_norm,
-    }
-    before = {name: getattr(F, name) for name in replaced}
-    try:
-        for name, function in replaced.items():
-            setattr(F, name, function)
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(F, name, function)
-
-
 def _rms_norm(
     input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    del eps
     made: torch.Tensor = _FusedRmsNorm.apply(input, weight, len(tuple(normalized_shape)))
     return made
 
@@ -345,9 +291,8 @@ def _attention(
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    **options: Any,
+    **_options: Any,
 ) -> torch.Tensor:
-    del dropout_p, options
     lengths = query.shape[-2] * key.shape[-2]
     flops = 2 * query.shape[:-2].numel() * lengths * (query.shape[-1] + value.shape[-1]) // (2 if is_causal else 1)
     made: torch.Tensor = _FusedAttention.apply(meter, flops, query, key, value, attn_mask)

@@ -55,12 +55,8 @@ def shape_of(
 ) -> DecoderShape:
     """Return the decoder with about so many parameters: its hidden units are chosen so that the number fits.
 
-    Args:
-        width: of the embedding; by default that at which feed-forward networks are 8/3 times as wide.
-        heads: of attention; by default 128 elements each.
-
-    Raises:
-        UsageError: no such decoder, or counts that do not divide.
+    By default its `width` is that at which feed-forward networks are 8/3 times as wide, and its heads have 128 elements
+    each. Raises UsageError where there is no such decoder, or counts do not divide.
     """
     if not (layers >= 1 and vocabulary >= 1 and params >= 1):
         raise UsageError("plan: --params, --layers and --vocabulary must be positive")
@@ -143,36 +139,24 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model, and how to make it.
+    """A model, and how to make it."""
 
-    Attributes:
-        name: for tables.
-        make: makes the module, on the meta device.
-        loss_of: the step: calls the model and returns its loss; None if its inputs are not known.
-        tokens: of a step on one rank; 0 without a step.
-        wrap: names of the classes of modules that become units; empty to find them.
-        note: what the user should know about it; may be empty.
-    """
-
-    name: str
-    make: Callable[[], nn.Module]
+    name: str  # for tables
+    make: Callable[[], nn.Module]  # makes the module, on the meta device
+    # the step: calls the model and returns its loss; None if its inputs are not known
     loss_of: Callable[[nn.Module], torch.Tensor] | None
-    tokens: int
-    wrap: tuple[str, ...] = ()
-    note: str = ""
+    tokens: int  # of a step on one rank; 0 without a step
+    wrap: tuple[str, ...] = ()  # names of the classes of modules that become units; empty to find them
+    note: str = ""  # what the user should know about it; may be empty
 
     def step(
         self, *, compute: torch.dtype | None = None, param: torch.dtype | None = None, checkpointed: bool = False
     ) -> TracedStep:
         """Return the step of one rank, or only the parameters if the inputs of the model are not known.
 
-        Args:
-            compute: the dtype of the computation; None for that of the parameters.
-            param: of the parameters; None for that which the model is made with.
-            checkpointed: compute the forward of each unit again in the backward.
-
-        Raises:
-            UsageError: no module has one of the classes `wrap`, or the step does not run on the meta device.
+        `compute` is the dtype of the computation, None for that of the parameters; `param` that of the parameters, None
+        for that which the model is made with. With `checkpointed`, each unit computes its forward again in the
+        backward. Raises UsageError where no module has one of the classes `wrap`, or the step does not run on meta.
         """
         model = _on_meta(self.make, self.name)
         if param is not None:
@@ -217,12 +201,10 @@ def from_numbers(shape: DecoderShape, *, batch: int, sequence: int) -> ModelSour
 def from_run(path: str, ranks: int, ranks_per_node: int) -> tuple[ModelSource, RunConfig]:
     """Return the GPT of ``hpcfsdp train``, with the batch that its configuration gives to each of so many ranks.
 
-    Raises:
-        UsageError: the file is no configuration, or cannot run on so many ranks.
+    Raises UsageError where the file is no configuration, or cannot run on so many ranks.
     """
     found = config.parse(RunConfig, [path], prog="hpcfsdp plan")
-    nodes = -(-ranks // ranks_per_node)
-    check(found, ranks, nodes)
+    check(found, ranks, -(-ranks // ranks_per_node))
     if found.mesh.tensor > 1:
         raise UsageError(
             f"plan: {path}: mesh.tensor is {found.mesh.tensor}, and tensor-parallel layers are not planned: set it "
@@ -243,12 +225,28 @@ def from_shape(shape: ModelConfig, *, batch: int, name: str) -> ModelSource:
 def from_factory(
     text: str, *, batch: int | None = None, sequence: int | None = None, wrap: Sequence[str] = ()
 ) -> ModelSource:
-    """Return the model of a user's function, given as ``package.module:function``: see ``from_function``.
-
-    Raises:
-        UsageError: it cannot be imported or called, or returns something else.
-    """
-    return from_function(_imported(text), name=text, batch=batch, sequence=sequence, wrap=wrap)
+    """Return the model of a user's function, given as ``package.module:function``: see ``from_function``."""
+    module_name, colon, name = text.partition(":")
+    if not colon or not module_name or not name:
+        raise UsageError(f"plan: --factory {text!r} is not package.module:function")
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())  # as with python -m
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise UsageError(
+            f"plan: --factory {text}: cannot import {module_name} ({type(error).__name__}: {_one_line(error)}): run "
+            "the command where python -c 'import " + module_name + "' works"
+        ) from error
+    finally:
+        sys.path[:] = before
+    found: Callable[[], Any] | None = getattr(module, name, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UsageError(
+            f"plan: --factory {text}: {module_name} has no function {name!r}; it has {', '.join(known) or 'none'}"
+        )
+    return from_function(found, name=text, batch=batch, sequence=sequence, wrap=wrap)
 
 
 def from_function(
@@ -266,8 +264,7 @@ def from_function(
     otherwise. The loss is the output "loss" of the model, or the mean of the first floating-point tensor that it
     returns.
 
-    Raises:
-        UsageError: it raises an error, or returns something else; or it returns inputs, and their size is given, too.
+    Raises UsageError where it raises an error, or returns something else, or inputs although their size is given.
     """
     made = _on_meta(function, name)
     inputs: Any = None
@@ -301,11 +298,7 @@ def from_function(
 
 
 def from_transformers(path: str, *, batch: int, sequence: int, wrap: Sequence[str] = ()) -> ModelSource:
-    """Return a causal language model of transformers, by its config.json, the folder of that, or a name in its cache.
-
-    Raises:
-        UsageError: transformers is not installed, or there is no such configuration.
-    """
+    """Return a causal language model of transformers, by its config.json, the folder of it, or a name in its cache."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
@@ -345,11 +338,7 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def units_of(model: nn.Module, wrap: Sequence[str] = ()) -> list[nn.Module]:
-    """Return the modules inside of a model that become units: of the classes `wrap`, or those of which it has a list.
-
-    Raises:
-        UsageError: no module has such a class.
-    """
+    """Return the modules inside of a model that become units: of the classes `wrap`, or those that it has a list of."""
     if wrap:
         found = {name: [module for module in model.modules() if type(module).__name__ == name] for name in wrap}
         for name, modules in found.items():
@@ -367,30 +356,6 @@ def units_of(model: nn.Module, wrap: Sequence[str] = ()) -> list[nn.Module]:
             if count > 1:
                 lists.append([child for child in module if type(child) is kind])
     return max(lists, key=lambda found: sum(p.numel() for each in found for p in each.parameters()), default=[])
-
-
-def _imported(text: str) -> Callable[[], Any]:
-    module_name, colon, name = text.partition(":")
-    if not colon or not module_name or not name:
-        raise UsageError(f"plan: --factory {text!r} is not package.module:function")
-    before = list(sys.path)
-    sys.path.insert(0, os.getcwd())  # as with python -m
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise UsageError(
-            f"plan: --factory {text}: cannot import {module_name} ({type(error).__name__}: {_one_line(error)}): run "
-            "the command where python -c 'import " + module_name + "' works"
-        ) from error
-    finally:
-        sys.path[:] = before
-    found: Callable[[], Any] | None = getattr(module, name, None)
-    if not callable(found):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise UsageError(
-            f"plan: --factory {text}: {module_name} has no function {name!r}; it has {', '.join(known) or 'none'}"
-        )
-    return found
 
 
 def _on_meta(make: Callable[[], Any], name: str) -> Any:

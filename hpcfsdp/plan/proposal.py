@@ -13,7 +13,7 @@ from hpcfsdp.errors import UsageError, nearest
 from hpcfsdp.output.figure_file import new_figure
 from hpcfsdp.plan.choice import SAME_TIME, Candidate, Disk, Request, candidates, pick, way_out
 from hpcfsdp.plan.footprint import KINDS
-from hpcfsdp.plan.layouts import OPTIMIZERS, STRATEGIES, Layouts, Setup
+from hpcfsdp.plan.layouts import KEEPS_VALUES, OPTIMIZERS, STRATEGIES, Setup, layouts_of
 from hpcfsdp.plan.traced_step import PlannedUnit, TracedStep
 from hpcfsdp.text.terminal import shown
 
@@ -32,45 +32,29 @@ _ROOT_FACTOR = 2
 
 @dataclass(frozen=True)
 class Saving:
-    """Checkpoints of a training.
+    """Checkpoints of a training."""
 
-    Attributes:
-        nbytes: of a file: parameters, buffers and the optimizer's state, each once. The format adds about 1 KiB for
-            each tensor, and checksums.
-        seconds: in which it is written.
-        rank_bytes: that each of the writing ranks writes.
-        interval_s: between two of them.
-        share: of the time that training waits for them, unless they are written in the background.
-        per_day: files in a day.
-        bytes_per_day: that these take without retention.
-    """
-
+    # of a file: parameters, buffers and the optimizer's state, each once. The format adds about 1 KiB for each tensor,
+    # and checksums.
     nbytes: int
-    seconds: float
-    rank_bytes: float
-    interval_s: float
-    share: float
-    per_day: float
-    bytes_per_day: float
+    seconds: float  # in which it is written
+    rank_bytes: float  # that each of the writing ranks writes
+    interval_s: float  # between two of them
+    share: float  # of the time that training waits for them, unless they are written in the background
+    per_day: float  # files in a day
+    bytes_per_day: float  # that these take without retention
 
 
 def saving(step: TracedStep, setup: Setup, *, nodes: int, disk: Disk, interval_s: float) -> Saving:
     """Return what checkpoints take, every `interval_s` seconds from so many nodes."""
     values = OPTIMIZERS[setup.optimizer].values
-    nbytes = step.buffer_bytes
-    for unit in step.units:
-        for param in unit.params:
-            nbytes += param.numel * param.dtype.itemsize * (1 + values * param.trained)
+    params = [param for unit in step.units for param in unit.params]
+    nbytes = sum(param.numel * param.dtype.itemsize * (1 + values * param.trained) for param in params)
+    nbytes += step.buffer_bytes
     seconds = nbytes / min(nodes * disk.node_bytes_per_s, disk.bytes_per_s)
     every = interval_s + seconds
     return Saving(
-        nbytes,
-        seconds,
-        nbytes / setup.ranks,
-        interval_s,
-        seconds / every,
-        86400 / every,
-        nbytes * 86400 / every,
+        nbytes, seconds, nbytes / setup.ranks, interval_s, seconds / every, 86400 / every, nbytes * 86400 / every
     )
 
 
@@ -80,29 +64,17 @@ OF_RUNS = ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD")
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan.
+    """A plan."""
 
-    Attributes:
-        request: that it answers.
-        step: the step of one rank, as in `best`.
-        best: the setup to take: the fastest that fits, or the smallest if none fits.
-        all: every setup, see ``choice.candidates``.
-        reason: why `best`.
-        missing_bytes: 0 if it fits.
-        remarks: about units; or what would help, if nothing fits.
-        program: lines of Python.
-        saving: its checkpoints.
-    """
-
-    request: Request
-    step: TracedStep
-    best: Candidate
-    all: tuple[Candidate, ...]
-    reason: str
-    missing_bytes: int
-    remarks: tuple[str, ...]
-    program: tuple[str, ...]
-    saving: Saving
+    request: Request  # that it answers
+    step: TracedStep  # the step of one rank, as in `best`
+    best: Candidate  # the setup to take: the fastest that fits, or the smallest if none fits
+    all: tuple[Candidate, ...]  # every setup, see ``choice.candidates``
+    reason: str  # why `best`
+    missing_bytes: int  # 0 if it fits
+    remarks: tuple[str, ...]  # about units; or what would help, if nothing fits
+    program: tuple[str, ...]  # lines of Python
+    saving: Saving  # its checkpoints
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -115,7 +87,9 @@ class Proposal:
     @cached_property
     def padding(self) -> float:
         """Elements of gaps and padding in `best`, as a share of those of all parameters."""
-        return Layouts(self.step.units, self.best.setup).padding
+        groups = [group for of_unit in layouts_of(self.step.units, self.best.setup) for group in of_unit]
+        numel = self.step.numel
+        return sum(group.layout.padded_numel for group in groups) / numel - 1 if numel else 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -125,16 +99,11 @@ class Proposal:
 
 
 def propose(request: Request) -> Proposal:
-    """Plan a training. It takes a few seconds for the largest models, and as long for any number of ranks.
-
-    Raises:
-        UsageError: counts do not divide, or the model cannot be made or traced.
-    """
+    """Plan a training. It takes a few seconds for the largest models, and as long for any number of ranks."""
     _check(request)
     source, common, machine = request.source, request.common, request.machine
-    ways = (
-        (False, True) if source.loss_of is not None and request.checkpointed is None else (bool(request.checkpointed),)
-    )
+    both = source.loss_of is not None and request.checkpointed is None
+    ways = (False, True) if both else (bool(request.checkpointed),)
     steps = [source.step(compute=common.precision.compute, param=request.param, checkpointed=way) for way in ways]
     if source.loss_of is None:
         steps = [replace(each, checkpointed=bool(request.checkpointed)) for each in steps]
@@ -149,7 +118,8 @@ def propose(request: Request) -> Proposal:
         reason, texts = "nothing fits; this takes the least memory", tuple(help_)
     nodes = request.ranks // machine.ranks_per_node
     files = saving(step, best.setup, nodes=nodes, disk=request.disk, interval_s=request.interval_s)
-    lines = run_config(best) if request.of_run else program(step, best)
+    keys = "mesh:", f"  replicate: {best.setup.replicas}"  # of hpcfsdp train, as YAML
+    lines = keys if request.of_run else program(step, best)
     return Proposal(request, step, best, found, reason, missing, texts, lines, files)
 
 
@@ -194,11 +164,7 @@ def _reason(best: Candidate, found: tuple[Candidate, ...], step: TracedStep) -> 
 
 
 def remarks(step: TracedStep, candidate: Candidate, usable_bytes: int) -> Iterator[str]:
-    """Yield what is worth changing about the units, with the remedy.
-
-    Args:
-        usable_bytes: memory of a device: where most of it is left, no unit is too large.
-    """
+    """Yield what is worth changing about the units; where most of a device's `usable_bytes` are left, none is large."""
     units, time, setup = step.units, candidate.time, candidate.setup
     inner = units[:-1]
     if not inner and units[-1].numel:
@@ -271,11 +237,6 @@ def program(step: TracedStep, candidate: Candidate) -> tuple[str, ...]:
     return (*mesh, *build(candidate, kinds, mixed, hybrid))
 
 
-def run_config(candidate: Candidate) -> tuple[str, ...]:
-    """Return the keys of ``hpcfsdp train`` that make this setup, as YAML."""
-    return "mesh:", f"  replicate: {candidate.setup.replicas}"
-
-
 def _with_class(candidate: Candidate, kinds: list[str], mixed: str, hybrid: bool) -> list[str]:
     setup = candidate.setup
     options = [f"sharding_strategy=ShardingStrategy.{setup.strategy}"]
@@ -307,7 +268,7 @@ def _with_fully_shard(candidate: Candidate, kinds: list[str], mixed: str, hybrid
         options.append("offload_policy=CPUOffloadPolicy()")
     lines = ["options = dict(", *(f"    {option}," for option in options), ")"]
     if kinds:
-        keep = "reshard_after_forward=False, " if setup.keeps_values else ""
+        keep = "reshard_after_forward=False, " if setup.strategy in KEEPS_VALUES else ""
         if candidate.checkpointed:  # inside of the units: these are the wrappers
             lines.append(f"apply_activation_checkpointing(model, check_fn={_is_one_of(kinds)})")
         types = "CheckpointWrapper" if candidate.checkpointed else _types(kinds)
@@ -331,9 +292,7 @@ def as_json(proposal: Proposal) -> dict[str, Any]:
     """Return a proposal as plain values for JSON: bytes, seconds, names."""
     request, step, best = proposal.request, proposal.step, proposal.best
     machine = request.machine
-    sizes: dict[tuple[str, int], int] = {}
-    for unit in step.units:
-        sizes[unit.kind, unit.numel] = sizes.get((unit.kind, unit.numel), 0) + 1
+    sizes = Counter((unit.kind, unit.numel) for unit in step.units)
     return {
         "model": {
             "name": step.name,

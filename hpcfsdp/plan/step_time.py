@@ -17,19 +17,12 @@ from hpcfsdp.plan.traced_step import StepEvent, TracedStep
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a step runs.
+    """Where a step runs."""
 
-    Attributes:
-        ranks_per_node: of every node.
-        links: within and between nodes.
-        flops: operations per second of a rank while it computes: the peak, times the efficiency.
-        memory_bytes_per_s: of a device, for the optimizer.
-    """
-
-    ranks_per_node: int
-    links: Links
-    flops: float
-    memory_bytes_per_s: float
+    ranks_per_node: int  # of every node
+    links: Links  # within and between nodes
+    flops: float  # operations per second of a rank while it computes: the peak, times the efficiency
+    memory_bytes_per_s: float  # of a device, for the optimizer
 
 
 @dataclass(frozen=True)
@@ -43,25 +36,17 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step of all ranks.
+    """A step of all ranks."""
 
-    Attributes:
-        seconds: of the whole step.
-        compute_s: of forward and backward.
-        optimizer_s: of the optimizer.
-        exposed_s: in which computation waits for communication.
-        gathers, reductions, replication: of all backwards of a step.
-        by_unit: of each unit, once.
-    """
-
-    seconds: float
-    compute_s: float
-    optimizer_s: float
-    exposed_s: float
+    seconds: float  # of the whole step
+    compute_s: float  # of forward and backward
+    optimizer_s: float  # of the optimizer
+    exposed_s: float  # in which computation waits for communication
+    # gathers, reductions, replication: of all backwards of a step
     gathers: Traffic
     reductions: Traffic
     replication: Traffic
-    by_unit: tuple[UnitCost, ...]
+    by_unit: tuple[UnitCost, ...]  # of each unit, once
 
     @property
     def traffic(self) -> Traffic:
@@ -72,8 +57,7 @@ class StepTime:
 def replay(step: TracedStep, setup: Setup, machine: Machine) -> tuple[Footprint, StepTime]:
     """Return memory and time of a step. It takes as long for one rank as for any number."""
     made = _Schedule(step, setup, machine)
-    found = made.run()
-    return found, made.step_time()
+    return made.run(), made.step_time()
 
 
 class _Schedule(Replay):
@@ -91,7 +75,7 @@ class _Schedule(Replay):
                 known[id(unit.groups)] = self._cost_of(unit)
         self._costs = [known[id(unit.groups)] for unit in self.units]
         self._compute = self._gathers = self._reductions = self._replication = 0.0  # the clocks
-        self._within = self._between = 0.0  # until when links are busy
+        self._busy_until = {"within": 0.0, "between": 0.0}  # of links
         self._busy = 0.0
         self._ready: dict[int, float] = {}
         self._used_until: dict[int, float] = {}
@@ -102,9 +86,9 @@ class _Schedule(Replay):
         links, setup = self._machine.links, self.setup
         gather, reduce, replicate = Traffic(), Traffic(), Traffic()
         for group in unit.groups:
-            gather += self._shards.gather(group.padded_numel * group.dtypes.compute.itemsize, links)
+            gather += self._shards.gather(group.layout.padded_numel * group.dtypes.compute.itemsize, links)
             if group.trained:
-                reduce += self._shards.gather(group.padded_numel * group.dtypes.reduce.itemsize, links)
+                reduce += self._shards.gather(group.layout.padded_numel * group.dtypes.reduce.itemsize, links)
                 shard_bytes = group.layout.shard_numel * group.dtypes.reduce.itemsize
                 replicate += self._replicas.all_reduce(shard_bytes, links) if setup.replicas > 1 else Traffic()
         return UnitCost(gather, reduce, replicate)
@@ -128,14 +112,12 @@ class _Schedule(Replay):
 
     def _optimizer_s(self) -> float:
         """Return its time: it reads and writes parameters and state, and reads gradients."""
-        nbytes = 0
-        values = OPTIMIZERS[self.setup.optimizer].values
-        for unit in self.units:
-            for group in unit.groups:
-                if group.trained:
-                    nbytes += group.layout.shard_numel * (
-                        (2 + 2 * values) * group.dtypes.param.itemsize + group.dtypes.grad.itemsize
-                    )
+        passes = 2 + 2 * OPTIMIZERS[self.setup.optimizer].values
+        trained = [group for unit in self.units for group in unit.groups if group.trained]
+        nbytes = sum(
+            group.layout.shard_numel * (passes * group.dtypes.param.itemsize + group.dtypes.grad.itemsize)
+            for group in trained
+        )
         return nbytes / self._machine.memory_bytes_per_s
 
     def on_compute(self, event: StepEvent) -> None:
@@ -145,12 +127,9 @@ class _Schedule(Replay):
 
     def _sent(self, ready_s: float, cost: Traffic) -> float:
         """Return when a collective ends that may begin at `ready_s`: as soon as its link has room."""
-        if cost.between_bytes:
-            begin = max(ready_s, self._between)
-            self._between = begin + cost.transfer_s
-        else:
-            begin = max(ready_s, self._within)
-            self._within = begin + cost.transfer_s
+        link = "between" if cost.between_bytes else "within"
+        begin = max(ready_s, self._busy_until[link])
+        self._busy_until[link] = begin + cost.transfer_s
         return begin + cost.seconds
 
     def on_gather(self, unit: ReplayedUnit) -> None:

@@ -16,19 +16,12 @@ import torch
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter of a unit.
+    """A parameter of a unit."""
 
-    Attributes:
-        fqn: its name in the unit.
-        shape: of the whole parameter.
-        dtype: that the module was built with, of the shards.
-        trained: whether it gets gradients.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    trained: bool = True
+    fqn: str  # its name in the unit
+    shape: tuple[int, ...]  # of the whole parameter
+    dtype: torch.dtype  # that the module was built with, of the shards
+    trained: bool = True  # whether it gets gradients
 
     @cached_property
     def numel(self) -> int:
@@ -37,17 +30,11 @@ class Param:
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """Parameters that are gathered together.
+    """Parameters that are gathered together."""
 
-    Attributes:
-        name: of the module in the model; "" for the root.
-        kind: the class of the module.
-        params: its own, without those of units inside.
-    """
-
-    name: str
-    kind: str
-    params: tuple[Param, ...]
+    name: str  # of the module in the model; "" for the root
+    kind: str  # the class of the module
+    params: tuple[Param, ...]  # its own, without those of units inside
 
     @cached_property
     def numel(self) -> int:
@@ -71,49 +58,30 @@ class EventKind(Enum):
 
 @dataclass(frozen=True)
 class StepEvent:
-    """An event of a step, and what the modules compute from there to the next one.
-
-    Attributes:
-        unit: its index.
-        param: index of the parameter, for ``EventKind.GRADIENT``.
-        high: the largest number of bytes above that at the event that tensors take until the next one.
-        net: bytes that have been added at the next one, negative where more are freed.
-        flops: floating-point operations.
-    """
+    """An event of a step, and what the modules compute from there to the next one."""
 
     kind: EventKind
-    unit: int
-    param: int = 0
-    high: int = 0
-    net: int = 0
-    flops: int = 0
+    unit: int  # its index
+    param: int = 0  # index of the parameter, for ``EventKind.GRADIENT``
+    high: int = 0  # the largest number of bytes above that at the event that tensors take until the next one
+    net: int = 0  # bytes that have been added at the next one, negative where more are freed
+    flops: int = 0  # floating-point operations
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A model and its step on one rank.
+    """A model and its step on one rank."""
 
-    Attributes:
-        name: for tables.
-        units: the root last.
-        events: of one forward with its backward; empty where the inputs of the model are not known.
-        buffer_bytes: of buffers of the modules.
-        tokens: that one rank computes with in one forward; 0 where this is not known.
-        outer: units that hold other units; their gradients are reduced at the end of the backward.
-        checkpointed: whether units compute their forward again in the backward, and save their inputs alone.
-        compute: the dtype of the computation; None for those of the parameters.
-        truths: truth values of tensors that the step asked for, and that counted as true.
-    """
-
-    name: str
-    units: tuple[PlannedUnit, ...]
+    name: str  # for tables
+    units: tuple[PlannedUnit, ...]  # the root last
+    # of one forward with its backward; empty where the inputs of the model are not known
     events: tuple[StepEvent, ...] = ()
-    buffer_bytes: int = 0
-    tokens: int = 0
+    buffer_bytes: int = 0  # of buffers of the modules
+    tokens: int = 0  # that one rank computes with in one forward; 0 where this is not known
+    # units that hold other units; their gradients are reduced at the end of the backward
     outer: frozenset[int] = frozenset()
-    checkpointed: bool = False
-    compute: torch.dtype | None = None
-    truths: int = 0
+    checkpointed: bool = False  # whether units compute their forward again in the backward, and save their inputs alone
+    truths: int = 0  # truth values of tensors that the step asked for, and that counted as true
 
     @cached_property
     def numel(self) -> int:
@@ -141,21 +109,15 @@ class TracedStep:
 def without_activations(units: Sequence[PlannedUnit], name: str) -> TracedStep:
     """Return a step of parameters alone, each unit after the other, for models whose inputs are not known."""
     last = len(units) - 1
-    inner = range(last)
+    grads = [
+        [StepEvent(EventKind.GRADIENT, index, place) for place, param in enumerate(unit.params) if param.trained]
+        for index, unit in enumerate(units)
+    ]
     events = [StepEvent(EventKind.FORWARD, last)]
-    for unit in inner:
+    for unit in range(last):
         events += [StepEvent(EventKind.FORWARD, unit), StepEvent(EventKind.FORWARD_END, unit)]
     events += [StepEvent(EventKind.FORWARD_END, last), StepEvent(EventKind.BACKWARD, last)]
-    for unit in reversed(inner):
-        events.append(StepEvent(EventKind.BACKWARD, unit))
-        params = units[unit].params
-        events += [
-            StepEvent(EventKind.GRADIENT, unit, index)
-            for index in reversed(range(len(params)))
-            if params[index].trained
-        ]
-        events.append(StepEvent(EventKind.BACKWARD_END, unit))
-    root = units[last].params
-    events += [StepEvent(EventKind.GRADIENT, last, index) for index in range(len(root)) if root[index].trained]
-    events.append(StepEvent(EventKind.BACKWARD_END, last))
+    for unit in reversed(range(last)):
+        events += [StepEvent(EventKind.BACKWARD, unit), *grads[unit][::-1], StepEvent(EventKind.BACKWARD_END, unit)]
+    events += [*grads[last], StepEvent(EventKind.BACKWARD_END, last)]
     return TracedStep(name, tuple(units), tuple(events), outer=frozenset({last}))

@@ -61,20 +61,13 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the page.
+    """A figure of the page."""
 
-    Attributes:
-        name: unique on the page, for links.
-        caption: how to read it, for all readers.
-        description: what it shows, in numbers, for readers who do not see it.
-        svg: an element with a title and the description.
-    """
-
-    name: str
+    name: str  # unique on the page, for links
     title: str
-    caption: str
-    description: str
-    svg: str
+    caption: str  # how to read it, for all readers
+    description: str  # what it shows, in numbers, for readers who do not see it
+    svg: str  # an element with a title and the description
 
 
 @dataclass(frozen=True)

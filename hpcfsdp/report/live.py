@@ -132,25 +132,15 @@ _QUIET_S = 60.0
 
 @dataclass(frozen=True)
 class View:
-    """A running job, now; None where unknown.
+    """A running job, now; None where unknown."""
 
-    Attributes:
-        summary: of the steps that the view has seen.
-        losses: of these steps, float64; NaN where not finite.
-        loss_is_finite: of the last step.
-        straggler: the rank with the longest time in the last step, in words, or "".
-        checkpoint_s: seconds since the last checkpoint was written.
-        silent_s: seconds since the last record or event.
-        warnings: the latest, in words.
-    """
-
-    summary: Summary
-    losses: np.ndarray
-    loss_is_finite: bool
-    straggler: str
-    checkpoint_s: float | None
-    silent_s: float
-    warnings: tuple[str, ...]
+    summary: Summary  # of the steps that the view has seen
+    losses: np.ndarray  # of these steps, float64; NaN where not finite
+    loss_is_finite: bool  # of the last step
+    straggler: str  # the rank with the longest time in the last step, in words, or ""
+    checkpoint_s: float | None  # seconds since the last checkpoint was written
+    silent_s: float  # seconds since the last record or event
+    warnings: tuple[str, ...]  # the latest, in words
 
     @property
     def has_ended(self) -> bool:

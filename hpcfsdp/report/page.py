@@ -43,14 +43,10 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table of text.
-
-    Attributes:
-        columns: their names, and kinds: "number", "date", "nowrap", "prose" or "".
-    """
+    """A table of text."""
 
     label: str
-    columns: Sequence[tuple[str, str]]
+    columns: Sequence[tuple[str, str]]  # their names, and kinds: "number", "date", "nowrap", "prose" or ""
     rows: Sequence[Sequence[str]]
 
     @property

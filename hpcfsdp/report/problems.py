@@ -33,23 +33,14 @@ ORDER = ("bad", "warning", "note")
 
 @dataclass(frozen=True)
 class Problem:
-    """A finding.
+    """A finding."""
 
-    Attributes:
-        severity: "bad": results are wrong, or work is lost; "warning": slow or at risk; "note": good to know.
-        topic: one word for programs.
-        title: one short sentence.
-        text: what was found, with numbers.
-        remedy: what to do, or "".
-        page: of the documentation, in docs/; "" without one.
-    """
-
-    severity: str
-    topic: str
-    title: str
-    text: str
-    remedy: str = ""
-    page: str = ""
+    severity: str  # "bad": results are wrong, or work is lost; "warning": slow or at risk; "note": good to know
+    topic: str  # one word for programs
+    title: str  # one short sentence
+    text: str  # what was found, with numbers
+    remedy: str = ""  # what to do, or ""
+    page: str = ""  # of the documentation, in docs/; "" without one
 
 
 def problems_of(run: RunFolder, summary: Summary) -> list[Problem]:

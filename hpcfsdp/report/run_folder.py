@@ -40,19 +40,12 @@ _MOST_HANGS = 5
 
 @dataclass(frozen=True)
 class RunEvent:
-    """A line of events.jsonl.
+    """A line of events.jsonl."""
 
-    Attributes:
-        kind: "start", "checkpoint", "signal", "end", or another.
-        seconds: when, seconds since the epoch; NaN where unknown.
-        step: the last step that was done, or None.
-        facts: the whole record.
-    """
-
-    kind: str
-    seconds: float
-    step: int | None
-    facts: Mapping[str, Any]
+    kind: str  # "start", "checkpoint", "signal", "end", or another
+    seconds: float  # when, seconds since the epoch; NaN where unknown
+    step: int | None  # the last step that was done, or None
+    facts: Mapping[str, Any]  # the whole record
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> RunEvent:
@@ -71,28 +64,19 @@ class RunEvent:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that a run has written.
-
-    Attributes:
-        path: as the event has it, or in the run's folder.
-        seconds: when it was written, seconds since the epoch; NaN where unknown.
-        nbytes: None where unknown.
-        took_s, held_s: how long it took, and how long training was held for it; None where unknown.
-        present: whether the file is there.
-        world_size: ranks that wrote it; None where the file was not opened.
-        fault: why it cannot be loaded, or "". Only the newest files are opened, and no tensors are read.
-    """
+    """A checkpoint that a run has written."""
 
     step: int
-    path: str
-    seconds: float = math.nan
-    nbytes: int | None = None
+    path: str  # as the event has it, or in the run's folder
+    seconds: float = math.nan  # when it was written, seconds since the epoch; NaN where unknown
+    nbytes: int | None = None  # None where unknown
+    # took_s, held_s: how long it took, and how long training was held for it; None where unknown
     took_s: float | None = None
     held_s: float | None = None
     asynchronous: bool | None = None
-    present: bool = False
-    world_size: int | None = None
-    fault: str = ""
+    present: bool = False  # whether the file is there
+    world_size: int | None = None  # ranks that wrote it; None where the file was not opened
+    fault: str = ""  # why it cannot be loaded, or "". Only the newest files are opened, and no tensors are read.
 
 
 def find_checkpoints(folder: Path, events: Iterable[RunEvent]) -> tuple[SavedCheckpoint, ...]:
@@ -161,41 +145,28 @@ def _opened(one: SavedCheckpoint, folder: Path) -> SavedCheckpoint:
 
 @dataclass
 class LogNote:
-    """A warning or an error.
-
-    Attributes:
-        first, last: seconds since the epoch; NaN where unknown.
-        ranks: that have logged it.
-        count: how often, over all ranks.
-        traceback: of an error, or "".
-    """
+    """A warning or an error."""
 
     level: str
     topic: str
     message: str
+    # first, last: seconds since the epoch; NaN where unknown
     first: float
     last: float
-    ranks: set[int] = field(default_factory=set)
-    count: int = 0
-    traceback: str = ""
+    ranks: set[int] = field(default_factory=set)  # that have logged it
+    count: int = 0  # how often, over all ranks
+    traceback: str = ""  # of an error, or ""
 
 
 @dataclass(frozen=True)
 class LogNotes:
-    """The warnings and errors of all ranks.
+    """The warnings and errors of all ranks."""
 
-    Attributes:
-        notes: the latest ``MOST_NOTES`` different ones, the latest last.
-        counts: lines by level, of all levels.
-        different: how many different warnings and errors there are.
-        incomplete: why some lines are not counted, or "".
-    """
-
-    notes: tuple[LogNote, ...] = ()
-    counts: dict[str, int] = field(default_factory=dict)
-    different: int = 0
+    notes: tuple[LogNote, ...] = ()  # the latest ``MOST_NOTES`` different ones, the latest last
+    counts: dict[str, int] = field(default_factory=dict)  # lines by level, of all levels
+    different: int = 0  # how many different warnings and errors there are
     damaged: int = 0
-    incomplete: str = ""
+    incomplete: str = ""  # why some lines are not counted, or ""
 
 
 def read_logs(folder: Path) -> LogNotes:
@@ -273,30 +244,22 @@ class HangReport:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run has left in its folder.
-
-    Attributes:
-        holder: the training that runs in the folder now, in words; "" without one.
-        tallies: lines by file, of metrics and events.
-        silent_s: seconds since records or events were written.
-        config: the configuration, nested; None where there is none, or none that can be read.
-        config_text: of its file, when `config` is None.
-        unreadable: parts of the folder that could not be read, with the reason.
-    """
+    """What a run has left in its folder."""
 
     folder: Path
     series: Series
     events: tuple[RunEvent, ...]
     checkpoints: tuple[SavedCheckpoint, ...]
     hangs: tuple[HangReport, ...]
-    holder: str
-    silent_s: float
+    holder: str  # the training that runs in the folder now, in words; "" without one
+    silent_s: float  # seconds since records or events were written
     held_out: tuple[Evaluation, ...] = ()
     notes: LogNotes = LogNotes()
-    tallies: Mapping[str, Tally] = field(default_factory=dict)
+    tallies: Mapping[str, Tally] = field(default_factory=dict)  # lines by file, of metrics and events
+    # the configuration, nested; None where there is none, or none that can be read
     config: Mapping[str, Any] | None = None
-    config_text: str = ""
-    unreadable: tuple[str, ...] = ()
+    config_text: str = ""  # of its file, when `config` is None
+    unreadable: tuple[str, ...] = ()  # parts of the folder that could not be read, with the reason
 
     def events_of(self, kind: str) -> list[RunEvent]:
         """Return the events of a kind, the first one first."""

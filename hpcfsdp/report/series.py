@@ -25,23 +25,15 @@ MOST_OTHERS = 40
 
 @dataclass(frozen=True)
 class Series:
-    """Records of steps.
+    """Records of steps."""
 
-    Attributes:
-        steps: int64, increasing.
-        seconds: when each step was recorded, seconds since the epoch, float64; NaN where unknown.
-        columns: by name, float64 with a value for each step; NaN where a record has none, or none that is finite.
-        not_finite: steps whose loss was recorded and is not finite, int64.
-        hosts: the host of each rank that was a straggler.
-        replaced: records of steps that occur again later; the later ones count.
-    """
-
-    steps: np.ndarray
-    seconds: np.ndarray
+    steps: np.ndarray  # int64, increasing
+    seconds: np.ndarray  # when each step was recorded, seconds since the epoch, float64; NaN where unknown
+    # by name, float64 with a value for each step; NaN where a record has none, or none that is finite
     columns: Mapping[str, np.ndarray]
-    not_finite: np.ndarray
-    hosts: Mapping[int, str] = field(default_factory=dict)
-    replaced: int = 0
+    not_finite: np.ndarray  # steps whose loss was recorded and is not finite, int64
+    hosts: Mapping[int, str] = field(default_factory=dict)  # the host of each rank that was a straggler
+    replaced: int = 0  # records of steps that occur again later; the later ones count
 
     def __len__(self) -> int:
         return len(self.steps)

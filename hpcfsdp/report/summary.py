@@ -30,16 +30,11 @@ STATUS = {
 
 @dataclass(frozen=True)
 class Segment:
-    """From one start of the run to its end, or to the next start.
+    """From one start of the run to its end, or to the next start."""
 
-    Attributes:
-        first: the first step that it trained; None where it trained none, or none that still counts.
-        last: the last step that it trained.
-        start, end: events; None where it left none.
-    """
-
-    first: int | None
-    last: int | None
+    first: int | None  # the first step that it trained; None where it trained none, or none that still counts
+    last: int | None  # the last step that it trained
+    # start, end: events; None where it left none
     start: RunEvent | None
     end: RunEvent | None
     signals: tuple[RunEvent, ...] = ()
@@ -47,44 +42,31 @@ class Segment:
 
 @dataclass(frozen=True)
 class Summary:
-    """Facts of a run; None where unknown.
+    """Facts of a run; None where unknown."""
 
-    Attributes:
-        status: a key of ``STATUS``. "ended": it does not run, and has recorded no end.
-        message: why it ended, or "".
-        step: the last recorded step.
-        loss, best_loss: the last one, and the lowest one with its step.
-        rate: median over the last ``RECENT`` steps, in `rate_unit` a second.
-        step_s: median seconds of a step over the same steps.
-        trained_s: the sum of all steps' times.
-        wall_s: from the first start, or step, to the last sign of life.
-        eta_s: until the last step of the configuration, of a run that goes on.
-        flop_utilisation, comm_share: medians over the same steps, 0-1.
-        peak_bytes: the largest of all steps and ranks.
-        held_out: the numbers of the last evaluation on held-out data.
-    """
-
-    status: str
-    message: str
-    step: int | None
+    status: str  # a key of ``STATUS``. "ended": it does not run, and has recorded no end.
+    message: str  # why it ended, or ""
+    step: int | None  # the last recorded step
     total_steps: int | None
+    # loss, best_loss: the last one, and the lowest one with its step
     loss: float | None
     best_loss: float | None
     best_loss_step: int | None
-    rate: float | None
+    rate: float | None  # median over the last ``RECENT`` steps, in `rate_unit` a second
     rate_unit: str
-    step_s: float | None
-    trained_s: float | None
-    wall_s: float | None
-    eta_s: float | None
+    step_s: float | None  # median seconds of a step over the same steps
+    trained_s: float | None  # the sum of all steps' times
+    wall_s: float | None  # from the first start, or step, to the last sign of life
+    eta_s: float | None  # until the last step of the configuration, of a run that goes on
     world_size: int | None
     num_nodes: int | None
     device: str
     parameters: int | None
+    # flop_utilisation, comm_share: medians over the same steps, 0-1
     flop_utilisation: float | None
     comm_share: float | None
-    peak_bytes: float | None
-    held_out: dict[str, float] | None
+    peak_bytes: float | None  # the largest of all steps and ranks
+    held_out: dict[str, float] | None  # the numbers of the last evaluation on held-out data
     starts: int
     signals: int
     checkpoints: int

@@ -24,7 +24,7 @@ from hpcfsdp.launch.topology import Topology
 from hpcfsdp.plan.footprint import all_reduce_scratch, footprint, scatter_scratch
 from hpcfsdp.plan.layouts import STRATEGIES, Precision, Setup, groups_of
 from hpcfsdp.plan.meta_trace import trace
-from hpcfsdp.plan.traced_step import Param, PlannedUnit
+from hpcfsdp.plan.traced_step import Param
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.accelerator.programs import SIM, mesh_of
 from tests.accelerator.simulated import BACKEND
@@ -243,9 +243,9 @@ def test_scratch_of_reductions(world, group, precision, nodes):
     if nodes > 1:
         comm.divide(Topology(((0, 1), (2, 3))))
     setup = setup_of("FULL_SHARD", precision, world.size, 1, nodes_of_shards=nodes)
-    (found,) = groups_of(PlannedUnit("", "Linear", (Param("weight", (64, 1000), PRECISIONS[precision][0]),)), setup)
+    (found,) = groups_of([Param("weight", (64, 1000), PRECISIONS[precision][0])], setup)
     dtypes = found.dtypes
-    full = torch.ones(found.padded_numel, dtype=dtypes.reduce).to(SIM)
+    full = torch.ones(found.layout.padded_numel, dtype=dtypes.reduce).to(SIM)
     shard = torch.empty(found.layout.shard_numel, dtype=dtypes.grad, device=SIM)
     scratch = []
     for call in (
@@ -259,4 +259,4 @@ def test_scratch_of_reductions(world, group, precision, nodes):
         scratch.append(torch.accelerator.max_memory_allocated() - before)
     assert scratch[0] == scatter_scratch(found, setup, dtypes.grad)
     if nodes == 1:
-        assert scratch[1] == all_reduce_scratch(found.padded_numel, found, world.size)
+        assert scratch[1] == all_reduce_scratch(found.layout.padded_numel, found, world.size)

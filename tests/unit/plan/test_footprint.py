@@ -8,7 +8,7 @@ import torch
 from hpcfsdp.errors import UsageError
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.plan.footprint import footprint
-from hpcfsdp.plan.layouts import Layouts, Precision, Setup
+from hpcfsdp.plan.layouts import Precision, Setup, groups_of
 from hpcfsdp.plan.traced_step import Param, PlannedUnit, without_activations
 
 MIB = 1 << 20
@@ -56,10 +56,8 @@ def test_no_shard_gathers_nothing_unless_it_casts():
 @pytest.mark.parametrize("front", ["class", "fully_shard"])
 @pytest.mark.parametrize("ranks", [3, 7, 1000])
 def test_the_worst_rank_of_uneven_shards(front, ranks):
-    unit = PlannedUnit(
-        "", "Linear", (Param("weight", (1000, 37), torch.float32), Param("bias", (1000,), torch.float32))
-    )
-    ((group,),) = Layouts([unit], Setup(shards=ranks, front=front)).groups
+    params = Param("weight", (1000, 37), torch.float32), Param("bias", (1000,), torch.float32)
+    (group,) = groups_of(params, Setup(shards=ranks, front=front))
     rows = -(-1000 // ranks)
     if front == "class":
         layout = FlatLayout.plan([("weight", (1000, 37), ()), ("bias", (1000,), ())], torch.float32, ranks)
@@ -67,7 +65,7 @@ def test_the_worst_rank_of_uneven_shards(front, ranks):
         assert group.layout.shard_numel * ranks >= 38000
     else:
         assert group.stepped == (rows * 37, rows)
-        assert group.padded_numel == ranks * group.layout.shard_numel
+        assert group.layout.padded_numel == ranks * group.layout.shard_numel
 
 
 def test_offloaded_shards_are_in_host_memory():
