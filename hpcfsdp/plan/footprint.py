@@ -62,9 +62,6 @@ class ReplayedUnit:
     outstanding: dict[int, int] = field(default_factory=dict)  # by group, gradients that are still to come
     waiting: Counter[int] = field(default_factory=Counter)  # by group, bytes of gradients on leaves
 
-    def gathered_bytes(self) -> int:
-        return sum(allocated(group.gathered_numel, group.dtypes.compute) for group in self.groups)
-
 
 class Replay:
     """One step, in the order in which a program asks for memory. ``step_time`` adds times to it."""
@@ -228,7 +225,8 @@ class Replay:
             self._retired.remove(unit)
             self.on_free(unit)
             if unit is not unless:
-                self._now["gathered"] -= unit.gathered_bytes()
+                groups = [group for group in unit.groups if _gathers(group, self.setup)]
+                self._now["gathered"] -= sum(allocated(group.gathered_numel, group.dtypes.compute) for group in groups)
 
     def _begin_backward(self, unit: ReplayedUnit) -> None:
         unit.in_backward = True

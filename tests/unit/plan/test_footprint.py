@@ -53,6 +53,15 @@ def test_no_shard_gathers_nothing_unless_it_casts():
     assert max(moment.bytes_by_kind["gathered"] for moment in cast.course) == 4 * 2 * MIB
 
 
+def test_parameters_that_need_no_cast_give_back_no_memory():
+    params = Param("weight", (MIB,), torch.float32), Param("bias", (MIB,), torch.bfloat16)
+    units = [PlannedUnit(f"blocks.{n}", "Block", params) for n in range(2)]
+    step = without_activations([*units, PlannedUnit("", "Model", ())], "model")
+    found = footprint(step, Setup("FULL_SHARD", 1, 1, precision=Precision(torch.bfloat16)))
+    gathered = [moment.bytes_by_kind["gathered"] for moment in found.course]
+    assert (min(gathered), max(gathered)) == (0, 2 * 2 * MIB)
+
+
 @pytest.mark.parametrize("front", ["class", "fully_shard"])
 @pytest.mark.parametrize("ranks", [3, 7, 1000])
 def test_the_worst_rank_of_uneven_shards(front, ranks):
