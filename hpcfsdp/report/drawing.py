@@ -80,11 +80,7 @@ class Marks:
 
 
 def canvas() -> tuple[Canvas, Axes]:
-    """Return an empty figure without a window system, and its axes.
-
-    Raises:
-        HpcfsdpError: there is no matplotlib.
-    """
+    """Return an empty figure without a window system, and its axes."""
     figure = new_figure(SIZE_PX[0] / 72, SIZE_PX[1] / 72, dpi=72)
     return figure, figure.add_subplot()
 
@@ -108,6 +104,7 @@ def step_axis(axes: Axes, marks: Marks | None = None, label: str = "step") -> No
     if marks is None:
         return
     low, high = axes.get_xlim()
+    unscaled: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "scalex": False, "scaley": False}
     looks: dict[str, Any]
     for steps, bounds, looks in (
         (marks.restarts, (0.0, 1.0), {"color": MUTED, "linewidth": 1.0, "linestyle": (0, (2, 2)), "zorder": 1}),
@@ -115,20 +112,16 @@ def step_axis(axes: Axes, marks: Marks | None = None, label: str = "step") -> No
     ):
         shown = spaced(steps[(steps >= low) & (steps <= high)], 150)
         if len(shown):  # one path for all: a marker for each takes ten times the bytes
-            ends = np.tile([*bounds, np.nan], len(shown))
-            transform = axes.get_xaxis_transform()
-            axes.plot(np.repeat(shown, 3), ends, transform=transform, scalex=False, scaley=False, **looks)
+            axes.plot(np.repeat(shown, 3), np.tile([*bounds, np.nan], len(shown)), **unscaled, **looks)
     if len(marks.not_finite):
         shown = spaced(marks.not_finite, 60)
-        axes.plot(
-            shown, [1.0] * len(shown), "x", transform=axes.get_xaxis_transform(), color=COLOURS[1], markersize=6,
-            markeredgewidth=1.8, clip_on=False, zorder=5, scalex=False, scaley=False,
-        )  # fmt: skip
+        looks = {"color": COLOURS[1], "markersize": 6, "markeredgewidth": 1.8, "clip_on": False, "zorder": 5}
+        axes.plot(shown, [1.0] * len(shown), "x", **unscaled, **looks)
 
 
 def value_axis(axes: Axes, kind: str = "count", *, from_zero: bool = False) -> None:
     """Give the y axis short numbers of a kind: "count", "bytes" or "share"; `from_zero` where lengths are compared."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
     words = {
         "count": _short,
@@ -138,19 +131,14 @@ def value_axis(axes: Axes, kind: str = "count", *, from_zero: bool = False) -> N
     if from_zero:
         axes.set_ylim(bottom=0)
     if axes.get_yscale() == "linear":
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
+        locator: Any = MaxNLocator(5, steps=_STEPS)
         if kind == "bytes":
-            axes.yaxis.set_major_locator(_byte_locator(axes))
+            high = max(axes.get_ylim()[1], 1.0)
+            unit = 1024.0 ** int(np.log(high) / np.log(1024))
+            parts = (0.25, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+            locator = MultipleLocator(next(part for part in parts if high / (part * unit) <= 6) * unit)
+        axes.yaxis.set_major_locator(locator)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: words(value)))
-
-
-def _byte_locator(axes: Axes) -> Any:
-    from matplotlib.ticker import MultipleLocator
-
-    high = max(axes.get_ylim()[1], 1.0)
-    unit = 1024.0 ** int(np.log(high) / np.log(1024))
-    step = next(step for step in (0.25, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if high / (step * unit) <= 6)
-    return MultipleLocator(step * unit)
 
 
 def _short(value: float) -> str:
@@ -181,8 +169,7 @@ def write(name: str, title: str, caption: str, description: str, figure: Canvas)
         figure.savefig(output, format="svg", transparent=True, metadata={"Date": None})
     svg = output.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<metadata>.*?</metadata>\s*|<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     referred = set(re.findall(r'(?:url\(#|href="#)([\w-]+)', svg))
     svg = re.sub(r' id="([\w.-]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in referred else "", svg)
     svg = re.sub(r"(url\(#|href=\"#)", rf"\g<1>{name}-", svg)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,29 +38,19 @@ MEDIANS = 60
 """Points of a line of medians."""
 MOST_RANKS = 8
 """Bars of ranks that were the slowest."""
-PARTS = (("parameters", "parameters"), ("gradients", "gradients"), ("optimizer", "optimizer"), ("gathered", "gathered"))
+PARTS = ("parameters", "gradients", "optimizer", "gathered")
 
 
 def figures_of(run: RunFolder) -> list[Figure]:
-    """Return all figures for which the run has numbers.
-
-    Raises:
-        HpcfsdpError: there is no matplotlib.
-    """
+    """Return all figures for which the run has numbers. Raises HpcfsdpError without matplotlib."""
     with style():
-        marks = _marks(run)
-        found: list[Figure] = []
-        for draw in (_loss, _single_curves, _times, _communication, _spread, _slowest, _memory, _progress, _others):
-            found += draw(run, marks)
-        return found
-
-
-def _marks(run: RunFolder) -> Marks:
-    restarts = [part.start.step or 0 for part in segments(run)[1:] if part.start is not None]
-    if not restarts:
-        restarts = [part.first for part in segments(run)[1:] if part.first is not None]
-    checkpoints = sorted({one.step for one in run.checkpoints})
-    return Marks(np.array(restarts, np.int64), np.array(checkpoints, np.int64), run.series.not_finite)
+        _, *parts = segments(run) or [None]
+        restarts = [part.start.step or 0 for part in parts if part.start is not None]
+        restarts = restarts or [part.first for part in parts if part.first is not None]
+        checkpoints = sorted({one.step for one in run.checkpoints})
+        marks = Marks(np.array(restarts, np.int64), np.array(checkpoints, np.int64), run.series.not_finite)
+        draws = _loss, _single_curves, _times, _communication, _spread, _slowest, _memory, _progress, _others
+        return [figure for draw in draws for figure in draw(run, marks)]
 
 
 def _span(steps: np.ndarray) -> str:
@@ -90,7 +80,8 @@ def _loss(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     figure, axes = canvas()
     lines = _with_median(axes, steps, losses)
     labels = ["each step", "median"][: len(lines)]
-    is_long = len(lines) > 1
+    caption = "Thin: each step, of long runs the lowest and highest in turn; thick: medians."
+    caption = caption if len(lines) > 1 else "Of each step."
     bits = [(one.step, one.values["bits_per_byte"]) for one in run.held_out if "bits_per_byte" in one.values]
     if bits:
         at, values = thinned(np.array([step for step, _ in bits]), np.array([value for _, value in bits]), MEDIANS)
@@ -101,8 +92,6 @@ def _loss(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     value_axis(axes)
     step_axis(axes, marks)
     legend(figure, lines, labels)
-    caption = "Thin: each step, of long runs the lowest and highest in turn; thick: medians."
-    caption = caption if is_long else "Of each step."
     caption += " Diamonds: held-out data, in nats per byte." if bits else ""
     caption += " Crosses at the top: not finite." if len(marks.not_finite) else ""
     yield write("loss", "Loss", caption, _summary("Loss", steps, losses), figure)
@@ -118,21 +107,20 @@ def _single_curves(run: RunFolder, marks: Marks) -> Iterator[Figure]:
         (rate, "Throughput", f"{unit.capitalize()}, all ranks together.", "count", True),
         ("flop_utilisation", "Use of the devices", use, "share", True),
     ):
-        yield from _curve(name, title, caption, *series.points(name), marks, kind, from_zero=from_zero)
+        yield from _curve(name, title, caption, series.points(name), marks, kind, from_zero)
 
 
 def _curve(
     name: str,
     title: str,
     caption: str,
-    steps: np.ndarray,
-    values: np.ndarray,
+    points: tuple[np.ndarray, np.ndarray],
     marks: Marks,
     kind: str = "",
-    *,
     from_zero: bool = False,
 ) -> Iterator[Figure]:
     """Yield a figure of one curve, with its medians if it is of some `kind`; none without points."""
+    steps, values = points
     if not len(steps):
         return
     figure, axes = canvas()
@@ -182,9 +170,8 @@ def _times(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     axes.set_ylabel("seconds")
     value_axis(axes, from_zero=True)
     step_axis(axes, marks)
-    yield write(
-        "step-time", "Time of a step", caption, _summary("Time of a step", steps, seconds, readable_duration), figure
-    )
+    text = _summary("Time of a step", steps, seconds, readable_duration)
+    yield write("step-time", "Time of a step", caption, text, figure)
 
 
 def _communication(run: RunFolder, marks: Marks) -> Iterator[Figure]:
@@ -211,11 +198,9 @@ def _spread(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     series = run.series
     mean, largest = series.column("busy_s_mean"), series.column("busy_s_max")
     known = np.isfinite(mean) & np.isfinite(largest) & (mean > 0)
-    if not known.any():
-        return
-    steps, ahead = series.steps[known], np.maximum(largest[known] / mean[known] - 1, 0.0)
+    points = series.steps[known], np.maximum(largest[known] / mean[known] - 1, 0.0)
     caption = "How much longer the slowest rank computes than the mean of all ranks; thick: medians."
-    yield from _curve("spread", "Spread over ranks", caption, steps, ahead, marks, "share", from_zero=True)
+    yield from _curve("spread", "Spread over ranks", caption, points, marks, "share", from_zero=True)
 
 
 def _slowest(run: RunFolder, marks: Marks) -> Iterator[Figure]:
@@ -252,8 +237,8 @@ def _slowest(run: RunFolder, marks: Marks) -> Iterator[Figure]:
 def _memory(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     series = run.series
     steps, peaks = series.points("memory.peak_bytes")
-    parts = [(label, series.column(f"memory.{name}_bytes")) for name, label in PARTS]
-    parts = [(label, values) for label, values in parts if np.isfinite(values).any()]
+    parts = [(name, series.column(f"memory.{name}_bytes")) for name in PARTS]
+    parts = [(name, values) for name, values in parts if np.isfinite(values).any()]
     if not len(steps) and not parts:
         return
     figure, axes = canvas()
@@ -264,7 +249,7 @@ def _memory(run: RunFolder, marks: Marks) -> Iterator[Figure]:
         stack = np.nan_to_num(np.stack([values[known] for _, values in parts], axis=1))
         at, means = averaged(series.steps[known], stack)
         handles += axes.stackplot(at, means.T, colors=[COLOURS[0], COLOURS[2], COLOURS[4], COLOURS[3]], linewidth=0)
-        labels += [label for label, _ in parts]
+        labels += [name for name, _ in parts]
     if len(steps):
         handles += axes.plot(*thinned(steps, peaks), color=INK, linewidth=1.6)
         labels.append("peak")
@@ -321,7 +306,6 @@ def _progress(run: RunFolder, marks: Marks) -> Iterator[Figure]:
 
 
 def _others(run: RunFolder, marks: Marks) -> Iterator[Figure]:
-    names: Sequence[str] = run.series.others[:MOST_OTHERS]
-    for place, name in enumerate(names):
-        caption = "A number of this run's own program."
-        yield from _curve(f"other-{place}", shown(name)[:60], caption, *run.series.points(name), marks)
+    caption = "A number of this run's own program."
+    for place, name in enumerate(run.series.others[:MOST_OTHERS]):
+        yield from _curve(f"other-{place}", shown(name)[:60], caption, run.series.points(name), marks)

@@ -54,11 +54,7 @@ class Follower:
         """The last warnings and errors of ranks, with date and rank."""
 
     def poll(self) -> bool:
-        """Read what is new, and return whether there was anything.
-
-        Raises:
-            OSError: a file is there and cannot be read.
-        """
+        """Read what is new, and return whether there was anything. Raises OSError for a file that cannot be read."""
         records, rewritten = self._metrics.poll()
         if rewritten:  # by a run that resumes, without the steps that it trains again
             self._records.clear()
@@ -90,36 +86,28 @@ class Follower:
         return bool(self._records or self._seen)
 
     def run(self) -> RunFolder:
-        """Return the run so far, with the last ``LAST_RECORDS`` steps at most, and the checkpoints of its events.
-
-        Raises:
-            OSError: a file is there and cannot be read.
-        """
+        """Return the run so far, with the last ``LAST_RECORDS`` steps at most, and the checkpoints of its events."""
         builder = SeriesBuilder()
         for record in self._records:
             builder.add(record)
         holder = training_in(self.folder)
         config, config_text = read_config(self.folder / CONFIG)
+        found = tuple(checkpoints_of(self._seen).values())
+        path = None if found else latest(self.folder / "checkpoints")
+        with contextlib.suppress(FileNotFoundError):  # removed since
+            if path is not None:
+                found = (SavedCheckpoint(step_of_file(path), str(path), path.stat().st_mtime, present=True),)
         return RunFolder(
             folder=self.folder,
             series=builder.build(),
             events=tuple(self._seen),
-            checkpoints=self._checkpoints(),
+            checkpoints=found,
             hangs=read_hangs(self.folder / "hang"),
             holder="" if holder is None else str(holder),
             silent_s=silent_s_of(self.folder),
             config=config,
             config_text=config_text,
         )
-
-    def _checkpoints(self) -> tuple[SavedCheckpoint, ...]:
-        found = tuple(checkpoints_of(self._seen).values())
-        if not found:
-            path = latest(self.folder / "checkpoints")
-            with contextlib.suppress(FileNotFoundError):  # removed since
-                if path is not None:
-                    found = (SavedCheckpoint(step_of_file(path), str(path), path.stat().st_mtime, present=True),)
-        return found
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -162,33 +150,23 @@ class View:
 
 
 def view_of(run: RunFolder, warnings: Sequence[str], now_s: float) -> View:
-    """Return the view of a run.
-
-    Args:
-        warnings: the latest, in words.
-        now_s: seconds since the epoch.
-    """
+    """Return the view of a run with its latest `warnings`, `now_s` seconds since the epoch."""
     series = run.series
     written = max((one.seconds for one in run.checkpoints if math.isfinite(one.seconds)), default=None)
-    bad = bool(len(series.not_finite)) and series.not_finite[-1] == series.steps[-1]
+    rank, behind = series.last("straggler.rank"), series.last("straggler.behind_s")
+    straggler = ""
+    if rank is not None and behind is not None:
+        host = shown(series.hosts.get(int(rank), ""))
+        straggler = f"rank {int(rank)}{host and f' on {host}'}, {readable_duration(behind)} behind the mean"
     return View(
         summary=summarize(run, recent=_LATEST),
         losses=series.column("loss"),
-        loss_is_finite=not bad,
-        straggler=_straggler(run),
+        loss_is_finite=not series.ends_not_finite,
+        straggler=straggler,
         checkpoint_s=None if written is None else max(now_s - written, 0.0),
         silent_s=run.silent_s,
         warnings=tuple(map(shown, warnings)),
     )
-
-
-def _straggler(run: RunFolder) -> str:
-    series = run.series
-    rank, behind = series.last("straggler.rank"), series.last("straggler.behind_s")
-    if rank is None or behind is None:
-        return ""
-    host = series.hosts.get(int(rank), "")
-    return f"rank {int(rank)}{f' on {shown(host)}' if host else ''}, {readable_duration(behind)} behind the mean"
 
 
 def sparkline(values: np.ndarray, width: int, blocks: str = BLOCKS) -> str:
@@ -214,13 +192,13 @@ def rows_of(view: View, width: int, blocks: str = BLOCKS) -> list[tuple[str, str
     facts = view.summary
     found = [("status", _status(view))]
     if facts.step is not None:
-        total = f" of {facts.total_steps:,}" if facts.total_steps else ""
-        found.append(("step", f"{facts.step:,}{total}"))
+        row = f"{facts.step:,}"
         if facts.total_steps:
             share = facts.step / facts.total_steps
             left = f", {readable_duration(facts.eta_s)} to go" if facts.eta_s else ""
-            end = f" {readable_share(share)}{left}"
-            found[-1] = "step", f"{found[-1][1]}  {bar(share, min(24, width - 40), blocks)}{end}"
+            full = bar(share, min(24, width - 40), blocks)
+            row += f" of {facts.total_steps:,}  {full} {readable_share(share)}{left}"
+        found.append(("step", row))
     if facts.loss is not None or not view.loss_is_finite:
         text = f"{facts.loss:.4g}" if view.loss_is_finite and facts.loss is not None else "not finite"
         found.append(("loss", f"{text:9} {sparkline(view.losses, width - 10, blocks)}"))

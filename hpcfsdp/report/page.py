@@ -18,7 +18,7 @@ from hpcfsdp.errors import HpcfsdpError, needs_extra
 from hpcfsdp.report.problems import Problem
 from hpcfsdp.report.run_folder import RunFolder, SavedCheckpoint, flat_config
 from hpcfsdp.report.series import Series
-from hpcfsdp.report.summary import STATUS, Segment, Summary, rate_column, segments
+from hpcfsdp.report.summary import STATUS, Summary, rate_column, segments
 from hpcfsdp.text import safe_files
 from hpcfsdp.text.json_input import text
 from hpcfsdp.text.terminal import (
@@ -117,51 +117,42 @@ def tiles_of(summary: Summary) -> list[Tile]:
     return found
 
 
-def start_table(run: RunFolder) -> PageTable | None:
+def start_table(run: RunFolder) -> PageTable:
     """Return the starts of a run, and how each ended."""
-    parts = segments(run)
-    if not parts:
-        return None
+    parts, rows = segments(run), []
+    for number, part in enumerate(parts, 1):
+        start, end = part.start, ""
+        if part.end is not None:
+            end = ": ".join(filter(None, map(part.end.text, ("outcome", "message"))))
+            end += f" ({date_of(part.end.seconds)})" if date_of(part.end.seconds) else ""
+        elif start is not None and number < len(parts):
+            end = "no record"
+        signals = "; ".join(f"signal in step {event.step}: {event.text('reason')}" for event in part.signals)
+        size = start.number("world_size") if start else None
+        rows.append(
+            [
+                str(number),
+                date_of(start.seconds) if start else "",
+                "" if part.first is None else f"{part.first:,}\N{EN DASH}{part.last:,}",
+                "" if size is None else f"{size:.0f}",
+                start.text("job") if start else "",
+                start.text("resumed_from").rpartition("/")[2] if start else "",
+                "; ".join(filter(None, (signals, end))),
+            ]
+        )
     columns = [("start", "number"), ("date", "date"), ("steps", "nowrap"), ("ranks", "number")]
     columns += [("job", ""), ("resumed from", ""), ("end", "prose")]
-    rows = [_start_row(number, part, number == len(parts)) for number, part in enumerate(parts, 1)]
     return PageTable("Starts and ends", columns, rows[-MOST_ROWS:])
 
 
-def _start_row(number: int, part: Segment, is_last: bool) -> list[str]:
-    start = part.start
-    steps = "" if part.first is None else f"{part.first:,}\N{EN DASH}{part.last:,}"
-    size = start.number("world_size") if start else None
-    end = ""
-    if part.end is not None:
-        end = ": ".join(filter(None, map(part.end.text, ("outcome", "message"))))
-        end += f" ({date_of(part.end.seconds)})" if date_of(part.end.seconds) else ""
-    elif start is not None and not is_last:
-        end = "no record"
-    signals = "; ".join(f"signal in step {event.step}: {event.text('reason')}" for event in part.signals)
-    path = start.text("resumed_from") if start else ""
-    return [
-        str(number),
-        date_of(start.seconds) if start else "",
-        steps,
-        "" if size is None else f"{size:.0f}",
-        start.text("job") if start else "",
-        path.rpartition("/")[2],
-        "; ".join(filter(None, (signals, end))),
-    ]
-
-
-def checkpoint_tables(run: RunFolder) -> tuple[PageTable | None, PageTable | None]:
+def checkpoint_tables(run: RunFolder) -> tuple[PageTable, PageTable]:
     """Return the newest checkpoints, and older ones."""
-    if not run.checkpoints:
-        return None, None
     made = [("step", "number"), ("file", "nowrap"), ("size", "number"), ("written", "date")]
     made += [("took", "number"), ("held", "number"), ("state", "nowrap")]
     rows = [_checkpoint_row(one) for one in reversed(run.checkpoints)]
-    older = rows[NEWEST : NEWEST + MOST_ROWS]
     label = f"{counted(len(rows) - NEWEST, 'older checkpoint')}"
     label += f", the newest {MOST_ROWS}" if len(rows) - NEWEST > MOST_ROWS else ""
-    return PageTable("Checkpoints", made, rows[:NEWEST]), PageTable(label, made, older) if older else None
+    return PageTable("Checkpoints", made, rows[:NEWEST]), PageTable(label, made, rows[NEWEST : NEWEST + MOST_ROWS])
 
 
 def _checkpoint_row(one: SavedCheckpoint) -> list[str]:
@@ -178,23 +169,17 @@ def _checkpoint_row(one: SavedCheckpoint) -> list[str]:
     ]
 
 
-def held_out_table(run: RunFolder) -> PageTable | None:
+def held_out_table(run: RunFolder) -> PageTable:
     """Return evaluations on held-out data, the last ones."""
-    if not run.held_out:
-        return None
     names = list(dict.fromkeys(name for one in run.held_out for name in one.values))[:8]
     columns = [("step", "number"), *((name.replace("_", " "), "number") for name in names)]
-    rows = [
-        [f"{one.step:,}", *(_number(one.values.get(name)) for name in names)]
-        for one in reversed(run.held_out[-NEWEST:])
-    ]
+    last = reversed(run.held_out[-NEWEST:])
+    rows = [[f"{one.step:,}", *(_number(one.values.get(name)) for name in names)] for one in last]
     return PageTable("Held-out data", columns, rows)
 
 
-def log_table(run: RunFolder) -> PageTable | None:
+def log_table(run: RunFolder) -> PageTable:
     """Return warnings and errors, the latest first."""
-    if not run.notes.notes:
-        return None
     columns = ("level", "nowrap"), ("last", "date"), ("times", "number"), ("ranks", ""), ("message", "prose")
     rows = [
         [
@@ -209,10 +194,8 @@ def log_table(run: RunFolder) -> PageTable | None:
     return PageTable("Warnings and errors", columns, rows)
 
 
-def number_table(series: Series) -> PageTable | None:
+def number_table(series: Series) -> PageTable:
     """Return numbers of some steps, equally far apart, the last one among them."""
-    if not len(series):
-        return None
     rate, unit = rate_column(series)
     wanted: list[tuple[str, str, Any]] = [
         ("loss", "loss", _number),
@@ -225,18 +208,11 @@ def number_table(series: Series) -> PageTable | None:
         *((name, name, _number) for name in series.others[:6]),
     ]
     wanted = [one for one in wanted if series.has(one[0])]
-    places = np.unique(np.linspace(0, len(series) - 1, min(SAMPLES, len(series))).round().astype(int))
-    values = [series.column(name) for name, _, _ in wanted]
-    rows = [
-        [
-            f"{int(series.steps[place]):,}",
-            *(
-                words(float(column[place])) if math.isfinite(column[place]) else ""
-                for column, (_, _, words) in zip(values, wanted, strict=True)
-            ),
-        ]
-        for place in places
-    ]
+    values = [(series.column(name).tolist(), words) for name, _, words in wanted]
+    rows = []
+    for place in np.unique(np.linspace(0, len(series) - 1, min(SAMPLES, len(series))).round().astype(int)):
+        cells = (words(column[place]) if math.isfinite(column[place]) else "" for column, words in values)
+        rows.append([f"{int(series.steps[place]):,}", *cells])
     label = f"Numbers of {len(rows)} steps" if len(rows) < len(series) else "Numbers of all steps"
     return PageTable(label, [("step", "number"), *((name, "number") for _, name, _ in wanted)], rows)
 
@@ -250,7 +226,7 @@ def environment(run: RunFolder) -> list[tuple[str, str]]:
     start = next(iter(reversed(run.events_of("start"))), None)
     if start is None:
         return []
-    facts = start.facts
+    facts, parameters = start.facts, start.number("parameters")
     found = [
         ("device", start.text("device")),
         ("ranks", start.text("world_size")),
@@ -259,7 +235,7 @@ def environment(run: RunFolder) -> list[tuple[str, str]]:
         ("topology", start.text("topology")),
         ("command", _listed(facts.get("command"), " ")),
         ("job", start.text("job")),
-        ("parameters", _whole(start.number("parameters"))),
+        ("parameters", "" if parameters is None else f"{parameters:,.0f}"),
         ("floating-point operations of a token", _operations(start.number("flops_per_token"))),
         ("peak rate of a rank", _operations(start.number("peak_flops"), "/s")),
     ]
@@ -271,10 +247,6 @@ def environment(run: RunFolder) -> list[tuple[str, str]]:
 
 def _listed(value: Any, separator: str) -> str:
     return separator.join(text(part, 300) for part in value[:200]) if isinstance(value, list) else text(value)
-
-
-def _whole(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}"
 
 
 def _operations(value: float | None, rate: str = "") -> str:
@@ -302,88 +274,35 @@ def page_of(run: RunFolder, summary: Summary, problems: Sequence[Problem]) -> st
     templates.filters["printable"] = printable
     checkpoints, older = checkpoint_tables(run)
     sources = " and ".join(f"{tally.sound:,} lines of {name}" for name, tally in run.tallies.items() if tally.sound)
-    sections = [
-        ("findings", "Findings", True),
-        ("figures", "Figures", True),
-        ("starts", "Starts and ends", bool(segments(run))),
-        ("checkpoints", "Checkpoints", True),
-        ("held-out", "Held-out data", bool(run.held_out)),
-        ("log", "Warnings and errors", True),
-        ("hangs", "Hang reports", bool(run.hangs)),
-        ("configuration", "Configuration", bool(run.config or run.config_text)),
-        ("environment", "Environment", bool(environment(run))),
-    ]
     done, total = summary.step, summary.total_steps
     return templates.get_template("page.html.jinja").render(
         version=__version__,
         css=Markup((_HERE / "page.css").read_text()),
-        name=name_of(run.folder),
-        status=summary.status,
+        run=run,
+        summary=summary,
+        name=shown(os.path.basename(os.path.abspath(run.folder)) or run.folder),
         status_text=STATUS[summary.status],
         place=os.path.abspath(run.folder),
-        message=summary.message if summary.status in ("stopped", "running") else "",
+        date_of=date_of,
         progress=None if done is None or not total else round(100 * min(done / total, 1)),
         tiles=tiles_of(summary),
-        sections=[(anchor, title) for anchor, title, there in sections if there],
         problems=problems,
         severities=SEVERITIES,
         figures=[replace(one, svg=Markup(one.svg)) for one in figures_of(run)],
-        key=_key(run),
         numbers=number_table(run.series),
         starts=start_table(run),
         checkpoints=checkpoints,
         older_checkpoints=older,
         held_out=held_out_table(run),
         log=log_table(run),
-        log_note=_log_note(run),
-        tracebacks=[
-            {"title": f"Traceback: {note.message[:100]}", "text": note.traceback}
-            for note in reversed(run.notes.notes)
-            if note.traceback
-        ],
-        hangs=[
-            {"title": f"{hang.path.name}, {date_of(hang.seconds)}", "head": hang.head, "text": hang.text}
-            for hang in reversed(run.hangs)
-        ],
         config=flat_config(run.config) if run.config else [],
-        config_text=run.config_text,
         environment=environment(run),
         made=f"Made by hpcfsdp {__version__} on {date_of(time.time())} UTC from {sources}.",
     )
 
 
-def name_of(folder: Path) -> str:
-    """Return what a run is called: its folder."""
-    return shown(os.path.basename(os.path.abspath(folder)) or folder)
-
-
-def _key(run: RunFolder) -> str:
-    parts = []
-    if len(segments(run)) > 1:
-        parts.append("Vertical dashes: restarts.")
-    if run.checkpoints:
-        parts.append("Ticks on the axis: checkpoints.")
-    return " ".join(parts)
-
-
-def _log_note(run: RunFolder) -> str:
-    notes = run.notes
-    parts = []
-    if notes.different > len(notes.notes):
-        parts.append(f"The latest {len(notes.notes)} of {notes.different} different ones.")
-    if notes.incomplete:
-        parts.append(f"{notes.incomplete[0].upper()}{notes.incomplete[1:]}.")
-    if notes.damaged:
-        parts.append(f"{notes.damaged} damaged line(s) are left out.")
-    return " ".join(parts)
-
-
 def write_page(text: str, path: Path) -> None:
-    """Write the page at once: who opens the file meanwhile sees the old one or the new one.
-
-    Raises:
-        HpcfsdpError: it cannot be written.
-    """
+    """Write the page at once: who opens the file meanwhile sees the old one or the new one."""
     try:
         safe_files.replace(path, text.encode(errors="backslashreplace"))
     except OSError as error:

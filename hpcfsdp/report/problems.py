@@ -54,8 +54,7 @@ def problems_of(run: RunFolder, summary: Summary) -> list[Problem]:
         *_communication(run.series),
         *_slowdown(run.series),
         *_restarts(run),
-        *_logs(run),
-        *_files(run),
+        *_logs_and_files(run),
     ]
     return sorted(found, key=lambda problem: ORDER.index(problem.severity))
 
@@ -99,14 +98,14 @@ def _loss(series: Series) -> Iterator[Problem]:
         yield Problem(
             "bad",
             "not_finite",
-            f"The loss was not finite from step {first} on." if _lasts(series) else "The loss was not finite.",
+            f"The loss was not finite from step {first} on." if series.ends_not_finite else "The loss was not finite.",
             f"NaN or infinite in {count} of {len(series)} steps, first in step {first}.",
             "Resume from a checkpoint before that step with a lower learning rate, a longer warm-up, or clipped "
             "gradients. hpcfsdp stats FILE finds the tensors that are not finite.",
             "how-to/looking-into-files.md",
         )
     steps, losses = series.points("loss")
-    if len(losses) < 4 * FEW or _lasts(series):
+    if len(losses) < 4 * FEW or series.ends_not_finite:
         return
     windows = np.array_split(np.arange(len(losses)), min(40, len(losses) // FEW))
     medians = np.array([np.median(losses[window]) for window in windows])
@@ -122,11 +121,6 @@ def _loss(series: Series) -> Iterator[Problem]:
             "(medians).",
             "Lower the learning rate, or resume from a checkpoint before the rise with other data.",
         )
-
-
-def _lasts(series: Series) -> bool:
-    """Return whether the last step's loss is not finite."""
-    return bool(len(series.not_finite)) and series.not_finite[-1] == series.steps[-1]
 
 
 def _checkpoints(run: RunFolder, summary: Summary) -> Iterator[Problem]:
@@ -188,12 +182,14 @@ def _memory(run: RunFolder) -> Iterator[Problem]:
     _, capacities = series.points("memory.capacity_bytes")
     if len(peaks) and len(capacities) and peaks.max() > HIGH_MEMORY_SHARE * capacities[-1]:
         place = int(np.argmax(peaks))
+        rank = series.column("memory.peak_rank")[np.searchsorted(series.steps, steps[place])]
+        whose = f" on rank {int(rank)}" if math.isfinite(rank) else ""
         yield Problem(
             "warning",
             "memory",
             f"Memory was {readable_share(float(peaks[place] / capacities[-1]))} full.",
             f"{readable_bytes(float(peaks[place]))} of {readable_bytes(float(capacities[-1]))} in step "
-            f"{int(steps[place])}{_of_rank(series, int(steps[place]))}: a longer sequence may not fit.",
+            f"{int(steps[place])}{whose}: a longer sequence may not fit.",
             "Use more ranks, a smaller batch, activation checkpointing, or CPU offload.",
             "how-to/sharding.md",
         )
@@ -213,36 +209,30 @@ def _memory(run: RunFolder) -> Iterator[Problem]:
             )
 
 
-def _of_rank(series: Series, step: int) -> str:
-    rank = series.column("memory.peak_rank")[np.searchsorted(series.steps, step)]
-    return f" on rank {int(rank)}" if math.isfinite(rank) else ""
-
-
 def _stragglers(series: Series, summary: Summary) -> Iterator[Problem]:
     ranks, behind, busy = (series.column(name) for name in ("straggler.rank", "straggler.behind_s", "busy_s_mean"))
+    times_of_steps = np.where(np.isfinite(busy), busy, series.column("seconds"))
+
+    def lateness(steps: np.ndarray) -> float:
+        base = times_of_steps[steps]
+        return float(np.nanmedian(behind[steps] / base)) if np.isfinite(base).any() else math.nan
+
     known = np.flatnonzero(np.isfinite(ranks) & np.isfinite(behind))[FIRST_STEPS:][-WINDOW:]
     if len(known) < FEW or (summary.world_size or 2) < 2:
         return
     (rank, times), *_ = Counter(ranks[known].astype(int).tolist()).most_common(1)
-    hosts = Counter(series.hosts.get(int(one), "") for one in ranks[known])
     host = series.hosts.get(rank, "")
-    own = known[ranks[known] == rank]
-    base = np.where(np.isfinite(busy), busy, series.column("seconds"))[own]
-    share = float(np.nanmedian(behind[own] / base)) if np.isfinite(base).any() else math.nan
-    often = times / len(known)
-    enough = max(
-        STRAGGLES_OFTEN, 1.5 / (summary.world_size or 2)
-    )  # of two equal ranks one is last in half of the steps
+    who = f"Rank {rank}" + (f" on {host}" if host else "")
+    often, share = times / len(known), lateness(known[ranks[known] == rank])
+    # Of two equal ranks, one is last in half of the steps.
+    enough = max(STRAGGLES_OFTEN, 1.5 / (summary.world_size or 2))
     if not (often > enough and share > FAR_BEHIND):
-        host, times = hosts.most_common(1)[0]
-        own = known[[series.hosts.get(int(one), "") == host for one in ranks[known]]]
-        base = np.where(np.isfinite(busy), busy, series.column("seconds"))[own]
-        share = float(np.nanmedian(behind[own] / base)) if np.isfinite(base).any() else math.nan
-        often, who = times / len(known), f"A rank on {host}"
-        if not host or len(hosts) < 2 or (summary.num_nodes or 2) < 2:
+        hosts = [series.hosts.get(int(one), "") for one in ranks[known]]
+        (host, times), *others = Counter(hosts).most_common()
+        if not (host and others) or (summary.num_nodes or 2) < 2:
             return
-    else:
-        who = f"Rank {rank}" + (f" on {host}" if host else "")
+        who, often = f"A rank on {host}", times / len(known)
+        share = lateness(known[[one == host for one in hosts]])
     if often > enough and share > FAR_BEHIND:
         yield Problem(
             "warning",
@@ -324,7 +314,7 @@ def _times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-def _logs(run: RunFolder) -> Iterator[Problem]:
+def _logs_and_files(run: RunFolder) -> Iterator[Problem]:
     errors = run.notes.counts.get("ERROR", 0) + run.notes.counts.get("CRITICAL", 0)
     if errors:
         yield Problem(
@@ -334,9 +324,6 @@ def _logs(run: RunFolder) -> Iterator[Problem]:
             "The latest are listed under warnings and errors.",
             page="reference/errors.md",
         )
-
-
-def _files(run: RunFolder) -> Iterator[Problem]:
     for name, tally in run.tallies.items():
         if tally.damaged:
             yield Problem(

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +51,7 @@ class RunEvent:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> RunEvent:
         """Return the event of a record."""
-        return cls(text(record.get("kind")), seconds_of(record.get("date")), step_of(dict(record)), record)
+        return cls(text(record.get("kind")), seconds_of(record.get("date")), step_of(record), record)
 
     def text(self, name: str) -> str:
         """Return a fact as text, "" without it."""
@@ -80,19 +81,15 @@ class SavedCheckpoint:
 
 
 def find_checkpoints(folder: Path, events: Iterable[RunEvent]) -> tuple[SavedCheckpoint, ...]:
-    """Return the checkpoints of a run by step; one file for each path, as in its last event.
-
-    Raises:
-        OSError: the folder of checkpoints cannot be read.
-    """
+    """Return the checkpoints of a run by step; one file for each path, as in its last event."""
     found = checkpoints_of(events, folder)
     for path in checkpoint_files(folder / "checkpoints"):
         try:
             status = path.stat()
         except FileNotFoundError:  # removed since, by a training that keeps the last ones
             continue
-        known = found.get(_key(str(path)), SavedCheckpoint(step_of_file(path), str(path), status.st_mtime))
-        found[_key(str(path))] = replace(known, nbytes=known.nbytes or status.st_size, present=True, path=str(path))
+        known = found.get(path.name, SavedCheckpoint(step_of_file(path), str(path), status.st_mtime))
+        found[path.name] = replace(known, nbytes=known.nbytes or status.st_size, present=True, path=str(path))
     ordered = sorted(found.values(), key=lambda one: (one.step, 0.0 if math.isnan(one.seconds) else one.seconds))
     present = [place for place, one in enumerate(ordered) if one.present]
     for place in present[-MOST_OPENED:]:
@@ -101,16 +98,15 @@ def find_checkpoints(folder: Path, events: Iterable[RunEvent]) -> tuple[SavedChe
 
 
 def checkpoints_of(events: Iterable[RunEvent], folder: Path | None = None) -> dict[str, SavedCheckpoint]:
-    """Return the checkpoints of events, by file name: one for each, as in its last event.
+    """Return the checkpoints of events by file name, which runs that moved keep: one for each, as in its last event.
 
-    Args:
-        folder: of the run, to look whether each file is there; None not to look.
+    With the `folder` of the run, look whether each file is there.
     """
     found: dict[str, SavedCheckpoint] = {}
     for event in events:
         if event.kind == "checkpoint" and event.step is not None:
             nbytes, name = event.number("bytes"), event.text("path")
-            found[_key(name) or f"step {event.step}"] = SavedCheckpoint(
+            found[os.path.basename(name) or f"step {event.step}"] = SavedCheckpoint(
                 step=event.step,
                 path=name,
                 seconds=event.seconds,
@@ -121,11 +117,6 @@ def checkpoints_of(events: Iterable[RunEvent], folder: Path | None = None) -> di
                 present=folder is not None and bool(name) and _where(folder, name).is_file(),
             )
     return found
-
-
-def _key(path: str) -> str:
-    """Return the name of the file: runs that moved to another folder keep it."""
-    return os.path.basename(path)
 
 
 def _where(folder: Path, path: str) -> Path:
@@ -170,15 +161,11 @@ class LogNotes:
 
 
 def read_logs(folder: Path) -> LogNotes:
-    """Read ``rank-*.jsonl`` of a folder, the last ``LAST_BYTES`` of each; nothing without a folder.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Read ``rank-*.jsonl`` of a folder, the last ``LAST_BYTES`` of each; nothing without a folder."""
     files = sorted(folder.glob("rank-*.jsonl")) if folder.is_dir() else []
     found: dict[tuple[str, str, str], LogNote] = {}
-    counts: dict[str, int] = {}
-    damaged, cut = 0, 0
+    counts: Counter[str] = Counter()
+    damaged = cut = 0
     for path in files[:MOST_FILES]:
         lines, whole = _last_lines(path)
         cut += not whole
@@ -188,7 +175,7 @@ def read_logs(folder: Path) -> LogNotes:
                 damaged += 1
                 continue
             level = text(record.get("level"), 20) or "INFO"
-            counts[level] = counts.get(level, 0) + 1
+            counts[level] += 1
             if level in LEVELS:
                 _note(found, level, record)
     parts = [f"of {cut} long file(s) only the end was read"] if cut else []
@@ -269,9 +256,8 @@ class RunFolder:
 def read_run(folder: Path) -> RunFolder:
     """Read the folder of a run; not collective. Never reads tensors.
 
-    Raises:
-        UsageError: there is no such folder, or it is a file.
-        HpcfsdpError: it cannot be read, or holds neither records nor events.
+    Raises UsageError where there is no such folder, and HpcfsdpError where it cannot be read, or holds neither records
+    nor events.
     """
     check_folder(folder)
     tallies = {name: Tally() for name in (METRICS, EVENTS)}
@@ -279,10 +265,7 @@ def read_run(folder: Path) -> RunFolder:
         series, held_out = _read_metrics(folder / METRICS, tallies[METRICS])
         events = tuple(map(RunEvent.of, records(folder / EVENTS, tallies[EVENTS])))
     except OSError as error:
-        raise HpcfsdpError(
-            f"{error.filename or folder}: cannot be read: {reason(error)}; only who may read this file can make a "
-            "report"
-        ).of_kind("permission" if isinstance(error, PermissionError) else "unreadable") from error
+        raise _unreadable(error.filename or folder, error, "file") from error
     if not len(series) and not events:
         raise nothing_in(folder, tallies.values())
     failures: list[str] = []
@@ -317,31 +300,34 @@ def check_folder(folder: Path) -> None:
             f"{folder}: there is no such folder: give the run_dir of a training, in which there is {METRICS}"
         ) from None
     except OSError as error:
-        raise HpcfsdpError(
-            f"{folder}: cannot be read: {reason(error)}; only who may read this folder can make a report"
-        ).of_kind("permission" if isinstance(error, PermissionError) else "unreadable") from error
+        raise _unreadable(folder, error, "folder") from error
+
+
+def _unreadable(path: str | Path, error: OSError, kind: str) -> HpcfsdpError:
+    return HpcfsdpError(
+        f"{path}: cannot be read: {reason(error)}; only who may read this {kind} can make a report"
+    ).of_kind("permission" if isinstance(error, PermissionError) else "unreadable")
 
 
 def nothing_in(folder: Path, tallies: Iterable[Tally] = ()) -> HpcfsdpError:
     """Return the error about a folder without any record or event, after its lines were read."""
-    return HpcfsdpError(_what_is_in(folder, [tally for tally in tallies if tally.damaged])).of_kind("missing")
-
-
-def _what_is_in(folder: Path, damaged: Sequence[Tally]) -> str:
-    if damaged:
-        return (
-            f"{folder}: no record can be read: {sum(tally.damaged for tally in damaged)} line(s) of {METRICS} and "
-            f"{EVENTS} are damaged, the first one is line {damaged[0].first_damaged}. A training that "
-            "goes on in this folder writes new ones"
-        )
+    damaged = [tally for tally in tallies if tally.damaged]
     runs = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
-    if runs:
+    if damaged:
+        found = (
+            f"no record can be read: {sum(tally.damaged for tally in damaged)} line(s) of {METRICS} and {EVENTS} are "
+            f"damaged, the first one is line {damaged[0].first_damaged}. A training that goes on in this folder writes "
+            "new ones"
+        )
+    elif runs:
         some = ", ".join(runs[:5]) + (f" and {len(runs) - 5} more" if len(runs) > 5 else "")
-        return f"{folder}: is not the folder of a run, but has folders of runs in it ({some}): give one of them"
-    return (
-        f"{folder}: no step has been recorded: {METRICS} and {EVENTS} are missing or empty. hpcfsdp train writes them "
-        "after its first step into its run_dir"
-    )
+        found = f"is not the folder of a run, but has folders of runs in it ({some}): give one of them"
+    else:
+        found = (
+            f"no step has been recorded: {METRICS} and {EVENTS} are missing or empty. hpcfsdp train writes them after "
+            "its first step into its run_dir"
+        )
+    return HpcfsdpError(f"{folder}: {found}").of_kind("missing")
 
 
 def _guarded(failures: list[str], what: str, instead: Any, function: Any, *arguments: Any) -> Any:
@@ -361,9 +347,8 @@ def _read_metrics(path: Path, tally: Tally) -> tuple[Series, tuple[Evaluation, .
             step = step_of(record)
             if step is not None:
                 values = {name: number(value) for name, value in record.items() if name not in ("step", "kind")}
-                held_out[step] = Evaluation(
-                    step, {name: value for name, value in values.items() if not math.isnan(value)}
-                )
+                known = {name: value for name, value in values.items() if not math.isnan(value)}
+                held_out[step] = Evaluation(step, known)
                 continue
         elif kind != "train" or builder.add(record):
             continue

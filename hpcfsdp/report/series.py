@@ -59,6 +59,11 @@ class Series:
         return float(values[-1]) if len(values) else None
 
     @property
+    def ends_not_finite(self) -> bool:
+        """Whether the last step's loss is not finite."""
+        return bool(len(self.not_finite)) and bool(self.not_finite[-1] == self.steps[-1])
+
+    @property
     def others(self) -> list[str]:
         """Columns that only this run's program knows, in the order of their first values."""
         return [name for name in self.columns if name not in KNOWN and self.has(name)]
@@ -77,7 +82,7 @@ class SeriesBuilder:
 
     def add(self, record: Mapping[str, Any]) -> bool:
         """Add a record; False if it has no step."""
-        step = step_of(dict(record))
+        step = step_of(record)
         if step is None:
             return False
         self._seconds.append(seconds_of(record.get("date")))
@@ -138,8 +143,7 @@ BINS = 300
 def thinned(steps: np.ndarray, values: np.ndarray, bins: int = BINS) -> tuple[np.ndarray, np.ndarray]:
     """Return at most two points of each bin, the lowest and the highest, in the order of steps; all of a short curve.
 
-    Args:
-        steps, values: 1-D, of one length, finite.
+    `values` are finite.
     """
     if len(steps) <= 2 * bins:
         return steps, values

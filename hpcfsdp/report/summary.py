@@ -18,14 +18,7 @@ from hpcfsdp.text.json_input import number
 RECENT = 50
 """Steps over which rates are taken: their median."""
 
-STATUS = {
-    "running": "running",
-    "complete": "complete",
-    "stopped": "stopped",
-    "failed": "failed",
-    "hung": "hung",
-    "ended": "not running",
-}
+STATUS = {name: name for name in ("running", "complete", "stopped", "failed", "hung")} | {"ended": "not running"}
 
 
 @dataclass(frozen=True)
@@ -90,6 +83,7 @@ def rate_column(series: Series) -> tuple[str, str]:
 def segments(run: RunFolder) -> list[Segment]:
     """Return the parts of a run, by its "start" events; without one by the number of restarts in its records."""
     found: list[Segment] = []
+    series = run.series
     bounds = [place for place, event in enumerate(run.events) if event.kind == "start"]
     for place, following in itertools.pairwise([*bounds, len(run.events)]):
         inside = run.events[place + 1 : following]
@@ -97,7 +91,7 @@ def segments(run: RunFolder) -> list[Segment]:
         begin = start.step or 0
         is_last = following == len(run.events)
         last = None if is_last else (run.events[following].step or 0)  # later steps were dropped on resume
-        steps = run.series.steps
+        steps = series.steps
         steps = steps[(steps > begin) & (steps <= last if last is not None else True)]
         found.append(
             Segment(
@@ -108,12 +102,8 @@ def segments(run: RunFolder) -> list[Segment]:
                 signals=tuple(event for event in inside if event.kind == "signal"),
             )
         )
-    return found or _segments_of_records(run.series)
-
-
-def _segments_of_records(series: Series) -> list[Segment]:
-    if not len(series):
-        return []
+    if found or not len(series):
+        return found
     restarts = np.nan_to_num(series.column("restart"), nan=0.0)
     bounds = [0, *(np.flatnonzero(np.diff(restarts)) + 1).tolist(), len(series)]
     return [
@@ -123,11 +113,7 @@ def _segments_of_records(series: Series) -> list[Segment]:
 
 
 def summarize(run: RunFolder, recent: int = RECENT) -> Summary:
-    """Return the facts of a run.
-
-    Args:
-        recent: steps over which rates are taken.
-    """
+    """Return the facts of a run, with rates over so many `recent` steps."""
     series, parts = run.series, segments(run)
     start = next((part.start for part in reversed(parts) if part.start), None)
     facts: Any = start.facts if start else {}
@@ -142,6 +128,8 @@ def summarize(run: RunFolder, recent: int = RECENT) -> Summary:
     seconds = series.points("seconds")[1]
     left = None if total is None or step is None or step_s is None else max(total - step, 0) * step_s
     counts = run.notes.counts
+    dates = [event.seconds for event in run.events] + series.seconds.tolist()
+    dates = [seconds for seconds in dates if math.isfinite(seconds)]
     sizes = (one.world_size for one in reversed(run.checkpoints) if one.world_size)
     return Summary(
         status=status,
@@ -155,7 +143,7 @@ def summarize(run: RunFolder, recent: int = RECENT) -> Summary:
         rate_unit=rate_unit,
         step_s=step_s,
         trained_s=float(seconds.sum()) if len(seconds) else None,
-        wall_s=_wall_s(run),
+        wall_s=max(dates) - min(dates) if len(dates) > 1 else None,
         eta_s=left if status == "running" else None,
         world_size=_whole(facts.get("world_size")) or next(sizes, None),
         num_nodes=_whole(facts.get("num_nodes")),
@@ -181,32 +169,17 @@ def _status(run: RunFolder, parts: list[Segment]) -> tuple[str, str]:
     writes = not has_lock and end is None and run.silent_s < max(SILENT_S, 10 * step_s)
     if run.holder or writes:  # a holder also where the last run has ended, and another one starts
         return "running", run.holder
+    known = run.series.seconds[np.isfinite(run.series.seconds)]
+    last_record = float(known[-1]) if len(known) else math.inf
     if end is not None:
-        return _outcome(run, end), end.text("message")
-    if run.hangs and run.hangs[-1].seconds >= _last_record(run):
+        has_hung = any(hang.seconds >= last_record for hang in run.hangs)
+        outcomes = {"complete": "complete", "error": "hung" if has_hung else "failed"}
+        return outcomes.get(end.text("outcome"), "stopped"), end.text("message")
+    if run.hangs and run.hangs[-1].seconds >= last_record:
         return "hung", run.hangs[-1].head.partition("\n")[0]
     total = total_steps(run.config)
     is_complete = total is not None and len(run.series) and run.series.steps[-1] >= total
     return "complete" if is_complete else "ended", ""
-
-
-def _outcome(run: RunFolder, end: RunEvent) -> str:
-    """Return the status of a run that has recorded its end."""
-    outcome = end.text("outcome")
-    if outcome != "error":
-        return "complete" if outcome == "complete" else "stopped"
-    return "hung" if any(hang.seconds >= _last_record(run) for hang in run.hangs) else "failed"
-
-
-def _last_record(run: RunFolder) -> float:
-    known = run.series.seconds[np.isfinite(run.series.seconds)]
-    return float(known[-1]) if len(known) else math.inf
-
-
-def _wall_s(run: RunFolder) -> float | None:
-    times = [event.seconds for event in run.events] + run.series.seconds.tolist()
-    known = [seconds for seconds in times if math.isfinite(seconds)]
-    return max(known) - min(known) if len(known) > 1 else None
 
 
 def _whole(value: Any) -> int | None:
