@@ -21,19 +21,13 @@ from hpcfsdp.checkpoint.loading.match import check_patterns, chosen_of, is_chose
 from hpcfsdp.checkpoint.saving import rng
 from hpcfsdp.checkpoint.saving.kept_plan import KeptPlan, KnownPlan, RecalledPlan
 from hpcfsdp.checkpoint.saving.plan import SavePlan, plan_save
-from hpcfsdp.checkpoint.saving.same_call import compare
+from hpcfsdp.checkpoint.saving.same_call import all_agree, compare
 from hpcfsdp.checkpoint.saving.temporary import BytesOf
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.reshard.sharded_tensors import as_bytes
 from hpcfsdp.state.model import DTensorRanks, device_of, hold_shards, model_tensors, stateful_modules
-from hpcfsdp.state.optim.in_file import (
-    OptimizerState,
-    gather_state,
-    named_groups,
-    optimizer_state,
-    state_elsewhere,
-)
+from hpcfsdp.state.optim.in_file import OptimizerState, gather_state, named_groups, optimizer_state, state_elsewhere
 from hpcfsdp.state.optim.keys import StepsWholeTensors
 from hpcfsdp.state.shown import digest_of
 from hpcfsdp.state.tensors import LocalPiece, StateTensor, refuse_subclasses
@@ -44,22 +38,16 @@ Metrics = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a checkpoint before it is written.
-
-    Attributes:
-        attributes: of the root group: numbers and strings.
-        small: further datasets by path: arrays, or ASCII text as bytes.
-    """
+    """The content of a checkpoint before it is written; see ``build_metadata_image``."""
 
     plan: SavePlan
     attributes: Mapping[str, Any]
     small: Mapping[str, np.ndarray | bytes]
 
-    def metadata_image(self) -> MetadataImage:
-        """Lay the file out, without the tensors' bytes."""
-        return build_metadata_image(
-            self.plan.specs, self.plan.links, len(self.plan.blocks), self.attributes, self.small
-        )
+    def metadata_image(self, **others: Any) -> MetadataImage:
+        """Lay the file out, without the tensors' bytes; `others` describe other files."""
+        plan = self.plan
+        return build_metadata_image(plan.specs, plan.links, len(plan.blocks), self.attributes, self.small, **others)
 
 
 def root_attributes(step: int, world_size: int) -> dict[str, Any]:
@@ -81,12 +69,9 @@ def small_values(
     metrics: Metrics | None = None,
     module_states: Mapping[str, Any] | None = None,
 ) -> dict[str, np.ndarray | bytes]:
-    """Return the small datasets of a checkpoint except random number states; raise CheckpointError for an unsupported
-    value.
+    """Return the small datasets except random number states; raise CheckpointError for an unsupported value.
 
-    Args:
-        groups, scalars: the optimizer's hyper-parameters and number-valued state; None for a file without an optimizer.
-        module_states: extra states of modules, by name.
+    `groups` and `scalars`, the optimizer's hyper-parameters and number-valued state, are None without an optimizer.
     """
     small: dict[str, np.ndarray | bytes] = {}
     if groups is not None:
@@ -157,12 +142,7 @@ class SaveArguments:
 
 @dataclass(frozen=True)
 class Collected:
-    """What is to be written, and where this rank has it.
-
-    Attributes:
-        tensors: in the plan's order; empty if the plan is recalled.
-        recalled: where the plan's blocks are now; None if only `tensors` have them.
-    """
+    """What is to be written, and where this rank has it: `tensors` in the plan's order, none if that is recalled."""
 
     content: Content
     tensors: Sequence[StateTensor]
@@ -185,17 +165,14 @@ class Collected:
 def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | None = None) -> Collected:
     """Collect the content. Collective over `comm`.
 
-    Ranks must have compared ``given.facts()`` before. Raise CheckpointError for a value that cannot be stored,
-    DisagreementError where ranks have different models, optimizers or values.
-
-    Args:
-        kept: of earlier saves; on all ranks or on none. If all ranks recall their plan, it is not made again, and no
-            rank looks at each tensor. Else it keeps the new one.
+    Ranks must have compared ``given.facts()`` before. If all of them recall the plan that they have `kept`, it is not
+    made again, and no rank looks at each tensor. Else the new one is kept. Raise CheckpointError for a value that
+    cannot be stored, DisagreementError where ranks have different models, optimizers or values.
     """
     model, optimizer = given.model, given.optimizer
     key = None if given.names is None else tuple(given.names), comm.size, comm.rank, optimizer is None
     recalled = None if kept is None else kept.recall(model, optimizer, key)
-    if kept is not None and not _all_have(comm, recalled):
+    if kept is not None and not all(all_agree(comm, recalled is not None)):
         recalled = None
     if recalled is not None:
         known = recalled.known
@@ -221,27 +198,15 @@ def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | N
     small |= _compared(comm, exchange.everyone, states, leaves)
     named = [tensor for _, tensor in tensors]
     if kept is not None:
-        more = {
-            "fingerprint": fingerprint,
-            "chosen": chosen,
-            "params": None if state is None else tuple(tuple(group["params"]) for group in state.groups),
-            "has_states": bool(stateful_modules(model)),
-        }
+        params = None if state is None else tuple(tuple(group["params"]) for group in state.groups)
+        more = {"fingerprint": fingerprint, "chosen": chosen, "params": params}
         with raise_together(comm):
+            more["has_states"] = bool(stateful_modules(model))
             recalled = kept.keep(model, optimizer, key, plan, comm.rank, named, **more)
     return Collected(Content(plan, root_attributes(given.step, comm.size), small), named, recalled)
 
 
-def _all_have(comm: Communicator, recalled: RecalledPlan | None) -> bool:
-    """Return whether all ranks recall their plan. Collective over `comm`."""
-    found = torch.tensor([recalled is not None], dtype=torch.int64, device=comm.device)
-    comm.all_reduce(found, "min")
-    return bool(found)
-
-
 _Leaves = dict[str, dict[str, str] | None]
-
-
 _Compared = tuple[str, dict[str, str | None], str]
 """Of a rank: the plan's fingerprint, digests of its values, and one of the kinds of its generators. It does not grow
 with the number of tensors."""
@@ -292,9 +257,7 @@ def _leaves(given: SaveArguments, small: Mapping[str, np.ndarray | bytes]) -> _L
 def _tensors_and_small(
     given: SaveArguments, state: OptimizerState | None
 ) -> tuple[frozenset[str] | None, list[tuple[str, StateTensor]], dict[str, np.ndarray | bytes]]:
-    """Return all names of the chosen tensors (None: all), tensors with their groups in the file, and the small datasets
-    that are equal on all ranks.
-    """
+    """Return names of the chosen tensors (None: all), tensors with their groups in the file, and small datasets."""
     model, found, chosen = given.model, model_tensors(given.model), None
     modules = stateful_modules(model)
     if given.names is not None:

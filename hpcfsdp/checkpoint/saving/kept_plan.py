@@ -21,12 +21,7 @@ _GAP_BYTES = 4096
 
 
 class CopiedBlocks(NamedTuple):
-    """Blocks that are copied together.
-
-    Attributes:
-        places: among this rank's blocks of the plan.
-        begins: the first byte of each in the copy.
-    """
+    """Blocks that are copied together: places among this rank's of the plan, and first bytes in the copy."""
 
     places: Sequence[int]
     begins: Sequence[int]
@@ -44,8 +39,7 @@ class _Range(NamedTuple):
 class _Scalars(NamedTuple):
     """Blocks of one element each, the tensors without dimensions that have them, and which block is of which tensor.
 
-    All of one dtype, in host memory. Many blocks may be of one tensor: a flat parameter's step is that of each of its
-    parameters.
+    All are of one dtype, in host memory. A flat parameter's step is that of each of its parameters.
     """
 
     blocks: CopiedBlocks
@@ -55,11 +49,7 @@ class _Scalars(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockSources:
-    """The places of a rank's blocks in a list of tensors.
-
-    Attributes:
-        sizes: bytes of each copy.
-    """
+    """The places of a rank's blocks in a list of tensors, and the bytes of each copy."""
 
     ranges: tuple[_Range, ...]
     scalars: tuple[_Scalars, ...]
@@ -71,17 +61,16 @@ class BlockSources:
     ) -> BlockSources | None:
         """None unless each block of the rank lies in exactly one of the tensors, and these do not overlap.
 
-        Args:
-            named: the plan's tensors, in its order.
-            tensors: contiguous, detached.
+        The plan's tensors are `named`, in its order; `tensors` are contiguous and detached.
         """
-        begins, order = _begins_of(tensors)
+        order = sorted((number for number, t in enumerate(tensors) if t.numel()), key=lambda n: tensors[n].data_ptr())
+        begins = np.array([tensors[number].data_ptr() for number in order], np.int64)
+        ends = begins + np.array([tensors[number].nbytes for number in order], np.int64)
         addresses = _addresses_of(plan, rank, named)
-        if begins is None or addresses is None:
+        if addresses is None or np.any(ends[:-1] > begins[1:]):
             return None
         sizes = plan.block_bytes(plan.blocks_of(rank))
         found = np.searchsorted(begins, addresses, side="right") - 1
-        ends = begins + np.array([tensors[number].nbytes for number in order], np.int64)
         if np.any(found < 0) or np.any(addresses + sizes > ends[found]):
             return None
         return cls._joined(np.array(order, np.int64)[found], addresses - begins[found], sizes, tensors)
@@ -91,38 +80,32 @@ class BlockSources:
         cls, of: np.ndarray, begins: np.ndarray, sizes: np.ndarray, tensors: Sequence[torch.Tensor]
     ) -> BlockSources:
         """Join blocks that follow each other in one tensor."""
-        ranges: list[_Range] = []
+        joined: list[tuple[int, int, list[int]]] = []  # tensor, first byte and places
         numbers: dict[torch.dtype, list[int]] = {}
-        places: list[int] = []
-        tensor, first, end = -1, 0, 0
-
-        def close() -> None:
-            if places:
-                blocks = CopiedBlocks(tuple(places), tuple(int(begins[place]) - first for place in places))
-                ranges.append(_Range(blocks, tensor, first, end - first))
-                places.clear()
-
+        end = 0
         for place, (number, begin, size) in enumerate(zip(of.tolist(), begins.tolist(), sizes.tolist(), strict=True)):
             if tensors[number].dim() == 0 and tensors[number].device.type == "cpu":
                 numbers.setdefault(tensors[number].dtype, []).append(place)
                 continue
-            follows = number == tensor and 0 <= begin - end <= _GAP_BYTES
-            if not follows or begin + size - first > schema.BLOCK_BYTES:
-                close()
-                tensor, first = number, begin
-            places.append(place)
+            tensor, first, found = joined[-1] if joined else (-1, 0, [])
+            if number == tensor and 0 <= begin - end <= _GAP_BYTES and begin + size - first <= schema.BLOCK_BYTES:
+                found.append(place)
+            else:
+                joined.append((number, begin, [place]))
             end = begin + size
-        close()
-        scalars = tuple(_scalars(found, of, sizes) for found in numbers.values())
-        of_scalars = (int(sizes[list(each.blocks.places)].sum()) for each in scalars)
-        return cls(tuple(ranges), scalars, (*(each.nbytes for each in ranges), *of_scalars))
+        ranges, scalars = [], []
+        for tensor, first, found in joined:
+            blocks = CopiedBlocks(tuple(found), tuple((begins[found] - first).tolist()))
+            ranges.append(_Range(blocks, tensor, first, int(begins[found[-1]] + sizes[found[-1]]) - first))
+        for found in numbers.values():
+            which, chosen = np.unique(of[found], return_inverse=True)
+            blocks = CopiedBlocks(tuple(found), tuple((np.arange(len(found)) * sizes[found[0]]).tolist()))
+            scalars.append(_Scalars(blocks, tuple(which.tolist()), torch.from_numpy(chosen)))
+        nbytes = [each.nbytes for each in ranges] + [int(sizes[found].sum()) for found in numbers.values()]
+        return cls(tuple(ranges), tuple(scalars), tuple(nbytes))
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[CopiedBlocks, torch.Tensor]]:
-        """Yield what to copy, as bytes: uint8, 1-D, on the tensor's device.
-
-        Args:
-            tensors: like those in which the blocks were found: as many, of the same shapes and dtypes.
-        """
+        """Yield what to copy, as bytes, uint8, 1-D, from tensors like those in which the blocks were found."""
         number, memory = -1, None
         for blocks, tensor, begin, nbytes in self.ranges:
             if tensor != number:
@@ -133,22 +116,6 @@ class BlockSources:
         for blocks, places, chosen in self.scalars:
             values = torch.stack([tensors[place] for place in places])
             yield blocks, values[chosen].view(torch.uint8)
-
-
-def _scalars(places: list[int], of: np.ndarray, sizes: np.ndarray) -> _Scalars:
-    which, chosen = np.unique(of[places], return_inverse=True)
-    begins = np.arange(len(places)) * sizes[places[0]]
-    return _Scalars(
-        CopiedBlocks(tuple(places), tuple(begins.tolist())), tuple(which.tolist()), torch.from_numpy(chosen)
-    )
-
-
-def _begins_of(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray | None, list[int]]:
-    """Return first addresses, ascending, and the numbers of their tensors; None if two overlap. Without empty ones."""
-    order = sorted((number for number, t in enumerate(tensors) if t.numel()), key=lambda n: tensors[n].data_ptr())
-    begins = np.array([tensors[number].data_ptr() for number in order], np.int64)
-    ends = begins + np.array([tensors[number].nbytes for number in order], np.int64)
-    return (None if np.any(ends[:-1] > begins[1:]) else begins), order
 
 
 def _addresses_of(plan: SavePlan, rank: int, named: Sequence[StateTensor]) -> np.ndarray | None:
@@ -166,12 +133,10 @@ def _addresses_of(plan: SavePlan, rank: int, named: Sequence[StateTensor]) -> np
 
 @dataclass(frozen=True, eq=False)
 class KnownPlan:
-    """What a save has found, and what it depends on.
+    """A plan that has been checked, and compared over ranks.
 
     Attributes:
         facts: the key of the save, and those of the inventory: equal facts lead to an equal plan.
-        plan: has been checked, and compared over ranks.
-        fingerprint: of the plan.
         sources: of this rank's blocks in the tensors of the inventory.
         chosen: names of the tensors to save; None: all.
         params: by group of the optimizer, the names of its parameters; None without an optimizer.
@@ -194,10 +159,6 @@ class RecalledPlan:
     known: KnownPlan
     tensors: Sequence[torch.Tensor]
 
-    def pieces(self) -> Iterator[tuple[CopiedBlocks, torch.Tensor]]:
-        """See ``BlockSources.pieces``."""
-        return self.known.sources.pieces(self.tensors)
-
 
 class KeptPlan:
     """Keep the plan of the last save of a model. Not collective.
@@ -210,11 +171,7 @@ class KeptPlan:
         self._known: KnownPlan | None = None
 
     def recall(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, key: Any) -> RecalledPlan | None:
-        """Return the kept plan, if it is that of this save.
-
-        Args:
-            key: all that the plan depends on, besides model and optimizer.
-        """
+        """Return the kept plan, if it is that of this save: `key` is all it depends on besides model and optimizer."""
         if self._known is None:
             return None
         try:
@@ -235,13 +192,9 @@ class KeptPlan:
         named: Sequence[StateTensor],
         **more: Any,
     ) -> RecalledPlan | None:
-        """Keep a plan that has been made, compared and checked, in place of another; return None if it cannot.
+        """Keep a plan in place of another, and `more` of ``KnownPlan``; return None if it cannot.
 
-        Args:
-            key: see ``recall``.
-            rank: this one.
-            named: the plan's tensors, in its order.
-            more: further attributes of ``KnownPlan``.
+        The tensors of the plan on this `rank` are `named`, in its order. For `key` see ``recall``.
         """
         self._known = None
         found = take_inventory(model, optimizer)

@@ -61,7 +61,7 @@ class MpioWriter(PosixWriter):
         return offsets
 
     def write(self, tensors: Sequence[StateTensor]) -> None:
-        """Write this rank's blocks and sync them. `tensors` are in the plan's order.
+        """Write this rank's blocks and sync them.
 
         Every rank makes the same calls of HDF5 in the same order, even without data, and after a failure: errors are
         raised when all ranks have finished a stage.
@@ -106,12 +106,7 @@ class MpioWriter(PosixWriter):
 
 
 class _CollectiveBlocks:
-    """Write this rank's blocks of tensors. All ranks make the same number of calls.
-
-    Args:
-        own: places of this rank's blocks in the plan.
-        sums: filled with the checksums of its blocks.
-    """
+    """Write this rank's blocks, `own`, and fill in their checksums. All ranks make the same number of calls."""
 
     def __init__(self, plan: SavePlan, own: np.ndarray, file: h5py.File, bytes_of: BytesOf, sums: np.ndarray) -> None:
         self._plan, self._own, self._file, self._bytes_of, self._sums = plan, own, file, bytes_of, sums
@@ -129,7 +124,9 @@ class _CollectiveBlocks:
             edges = self._first[tensor] + np.arange(self._calls[tensor] + 1) * BLOCKS_AT_ONCE
             edges = np.minimum(edges, self._first[tensor + 1]).tolist()
             for begin, end in pairwise(edges):
-                transfer = _nothing(dataset)
+                transfer = h5py.h5s.create_simple((1,)), dataset.get_space(), np.zeros(1, f"V{kind.get_size()}")
+                for space in transfer[:2]:  # a rank may have no data
+                    space.select_none()
                 if begin < end and not problems:
                     with _kept(problems):
                         transfer = self._blocks(tensor, dataset, begin, end)
@@ -153,14 +150,6 @@ class _CollectiveBlocks:
         return h5py.h5s.create_simple((len(values),)), there, values
 
 
-def _nothing(dataset: h5py.h5d.DatasetID) -> _Transfer:
-    """Return the transfer of a rank without data."""
-    here, there = h5py.h5s.create_simple((1,)), dataset.get_space()
-    here.select_none()
-    there.select_none()
-    return here, there, np.zeros(1, f"V{dataset.get_type().get_size()}")
-
-
 @contextlib.contextmanager
 def _kept(problems: list[Exception]) -> Iterator[None]:
     """Keep an error for later: the other ranks wait for this one in the next call."""
@@ -171,7 +160,7 @@ def _kept(problems: list[Exception]) -> Iterator[None]:
 
 
 def calls_by_tensor(plan: SavePlan) -> np.ndarray:
-    """Return for each tensor the number of HDF5 calls that the rank with the most blocks needs. Pure."""
+    """Return for each tensor the number of HDF5 calls that the rank with the most blocks needs."""
     keys = plan.blocks["tensor"].astype(np.int64) * plan.num_ranks + plan.blocks["rank"]
     keys, counts = np.unique(keys, return_counts=True)
     most = np.zeros(len(plan.specs), np.int64)

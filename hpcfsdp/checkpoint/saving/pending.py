@@ -13,6 +13,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import contextvars
+import itertools
 import logging
 import os
 import threading
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.metadata import MetadataImage
 from hpcfsdp.checkpoint.saving.content import Collected, Content, memory_of_blocks
 from hpcfsdp.checkpoint.saving.kept_plan import CopiedBlocks
+from hpcfsdp.checkpoint.saving.same_call import all_agree
 from hpcfsdp.checkpoint.saving.temporary import (
     BlockWriter,
     TemporaryFile,
@@ -39,169 +41,12 @@ from hpcfsdp.checkpoint.saving.temporary import (
     extent_rows,
     naming_write_errors,
 )
-from hpcfsdp.checkpoint.saving.writer import gather_sums, places_by_buffer
+from hpcfsdp.checkpoint.saving.writer import by_buffer, gather_sums
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
 from hpcfsdp.params.layout import round_up
 from hpcfsdp.state.tensors import GatherBuffer, buffers_of
 from hpcfsdp.world import before_finalize
-
-log = logging.getLogger("hpcfsdp.checkpoint")
-
-
-@dataclass(frozen=True, eq=False)
-class StagedBlock:
-    """Bytes in a ring that wait to be written.
-
-    Attributes:
-        key: the caller's key.
-        memory: the bytes, uint8, 1-D.
-        event: of the device's copy; None if they are there already.
-        end: their end, counted from the first byte that ever went through the ring.
-    """
-
-    key: Any
-    memory: torch.Tensor
-    event: torch.Event | None
-    end: int
-
-    def arrived(self) -> memoryview:
-        """Wait until the bytes are there, and return them. Not collective."""
-        if self.event is not None:
-            self.event.synchronize()
-        return memoryview(self.memory.numpy())
-
-
-class StagingRing:
-    """First in, first out, between one thread that puts bytes in and one that takes them out.
-
-    A round of use is ``put`` as often as needed and ``end`` on one side, ``take`` and ``release`` until ``take``
-    returns nothing on the other; ``stop`` there discards all further bytes.
-
-    Attributes:
-        nbytes: of the memory.
-        align: pieces begin at multiples of so many bytes.
-        pinned: whether it asked for pinned memory, into which accelerators copy asynchronously.
-    """
-
-    @_compat.outside_of_modes
-    def __init__(self, nbytes: int, *, align: int = 1, pinned: bool = False) -> None:
-        """Allocate the memory, of at least the bytes of the largest piece, up to a multiple of `align`."""
-        nbytes = round_up(nbytes, align)
-        self.nbytes, self.align, self.pinned = nbytes, align, pinned
-        self._memory = _pinned_memory(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)
-        self._changed = threading.Condition()
-        self._copied: torch.Event | None = None
-        self.start()
-
-    def close(self) -> None:
-        """Wait for pending copies of accelerators. The ring must not be used afterwards."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def start(self) -> None:
-        """Begin a round with an empty ring."""
-        with self._changed:
-            self._head = self._tail = 0
-            self._waiting: deque[StagedBlock] = deque()
-            self._ended = self._stopped = False
-
-    def put(self, pieces: Sequence[tuple[Any, torch.Tensor]], *, wait: bool = True) -> bool:
-        """Copy bytes into the ring; return whether it did. Then the source may change, on a device in stream order.
-
-        After ``stop`` the bytes are discarded. Raise ValueError for more bytes than the ring has.
-
-        Args:
-            pieces: the key and the bytes of each, uint8, 1-D.
-            wait: until all of them fit. Otherwise nothing is copied when they do not fit.
-        """
-        nbytes = sum(round_up(source.numel(), self.align) for _, source in pieces)
-        if nbytes > self.nbytes:
-            raise ValueError(f"{nbytes} bytes do not fit into a staging ring of {self.nbytes}")
-        with self._changed:
-            while not self._stopped and (begin := self._room(nbytes)) is None:
-                if not wait:
-                    return False
-                self._changed.wait()
-            if self._stopped:
-                return True
-        # All before the first copy: data that flows through the caches drives everything else out.
-        copies, end = [], begin
-        for key, source in pieces:
-            memory = self._memory.narrow(0, end % self.nbytes if self.nbytes else 0, source.numel())
-            end += round_up(source.numel(), self.align)
-            copies.append((key, source, memory, end, accelerator.is_accelerator(source.device)))
-        events: dict[int, torch.Event] = {}  # by the number of the copy
-        for number, (_, source, memory, _, on_device) in enumerate(copies):
-            memory.copy_(source, non_blocking=on_device)
-            if on_device:  # the copy's stream, not that of the current device
-                events[number] = self._copied = accelerator.record(accelerator.current_stream(source.device))
-        blocks = [StagedBlock(key, memory, events.get(i), end) for i, (key, _, memory, end, _) in enumerate(copies)]
-        with self._changed:
-            self._head = begin + nbytes
-            self._waiting.extend(blocks)
-            self._changed.notify_all()
-        return True
-
-    def end(self) -> None:
-        """End the input of this round."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    def take(self, nbytes: int) -> list[StagedBlock]:
-        """Wait for bytes and return blocks of up to `nbytes`, at least one block; empty after the last."""
-        with self._changed:
-            while not self._waiting and not self._ended and not self._stopped:
-                self._changed.wait()
-            blocks: list[StagedBlock] = []
-            while self._waiting and not self._stopped and (not blocks or nbytes >= self._waiting[0].memory.numel()):
-                blocks.append(self._waiting.popleft())
-                nbytes -= blocks[-1].memory.numel()
-            return blocks
-
-    def release(self, blocks: list[StagedBlock]) -> None:
-        """Free the room of blocks that have been written."""
-        with self._changed:
-            self._tail = blocks[-1].end
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Discard the ring's bytes, and all further input."""
-        with self._changed:
-            self._stopped = True
-            self._waiting.clear()
-            self._changed.notify_all()
-
-    @property
-    def stopped(self) -> bool:
-        return self._stopped
-
-    def _room(self, nbytes: int) -> int | None:
-        """Return the place of the next `nbytes` contiguous bytes, counted from the first ever; None without room."""
-        if self._head == self._tail:
-            # Nothing is in the ring: begin at its start, where there is room for the largest piece.
-            self._head = self._tail = -(-self._head // self.nbytes) * self.nbytes if self.nbytes else 0
-        begin = self._head
-        left = self.nbytes - begin % self.nbytes if self.nbytes else 0
-        if nbytes > left:
-            begin += left
-        return begin if begin + nbytes - self._tail <= self.nbytes else None
-
-
-def _pinned_memory(nbytes: int) -> torch.Tensor:
-    """Pinned memory, or plain memory where the system gives none: then copies are only slower."""
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        log.warning(
-            "%d bytes of memory for copies of a checkpoint are not pinned (%s): saves hold the training for longer; "
-            "allow more with ulimit -l, or give a smaller staging_bytes",
-            nbytes,
-            str(error).partition("\n")[0],
-        )
-        return torch.empty(nbytes, dtype=torch.uint8)
-
 
 log = logging.getLogger("hpcfsdp.checkpoint")
 
@@ -220,11 +65,139 @@ LOOK_S = 0.1
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
+class StagedBlock:
+    """Bytes in a ring, uint8, 1-D, that wait to be written."""
+
+    key: Any
+    memory: torch.Tensor
+    end: int  # counted from the first byte that ever went through the ring
+    event: torch.Event | None = None
+
+    def arrived(self) -> memoryview:
+        """Wait until the bytes are there, and return them."""
+        if self.event is not None:
+            self.event.synchronize()
+        return memoryview(self.memory.numpy())
+
+
+class StagingRing:
+    """First in, first out, between one thread that puts bytes in and one that takes them out.
+
+    A round of use is ``put`` as often as needed and ``end`` on one side, ``take`` and ``release`` until ``take``
+    returns nothing on the other; ``stop`` there discards all further bytes. Pieces begin at multiples of `align` bytes.
+    Accelerators copy asynchronously into `pinned` memory, if the system gives it.
+    """
+
+    @_compat.outside_of_modes
+    def __init__(self, nbytes: int, *, align: int = 1, pinned: bool = False) -> None:
+        """Allocate the memory, of at least the bytes of the largest piece, up to a multiple of `align`."""
+        nbytes = round_up(nbytes, align)
+        self.nbytes, self.align, self.pinned = nbytes, align, pinned
+        try:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        except RuntimeError as error:
+            if not pinned:
+                raise
+            log.warning(
+                "%d bytes of memory for copies of a checkpoint are not pinned (%s): saves hold the training for "
+                "longer; allow more with ulimit -l, or give a smaller staging_bytes",
+                nbytes,
+                str(error).partition("\n")[0],
+            )
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._changed = threading.Condition()
+        self._copied: torch.Event | None = None
+        self.start()
+
+    def close(self) -> None:
+        """Wait for pending copies of accelerators. The ring must not be used afterwards."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def start(self) -> None:
+        """Begin a round with an empty ring."""
+        with self._changed:
+            self._head = self._tail = 0
+            self._waiting: deque[StagedBlock] = deque()
+            self._ended = self.stopped = False
+
+    def put(self, pieces: Sequence[tuple[Any, torch.Tensor]], *, wait: bool = True) -> bool:
+        """Copy `pieces`, keys with bytes, uint8, 1-D; return whether it did: not without room for all, if not `wait`.
+
+        Then the source may change, on a device in stream order. After ``stop`` the bytes are discarded. Raise
+        ValueError for more bytes than the ring has.
+        """
+        nbytes = sum(round_up(source.numel(), self.align) for _, source in pieces)
+        if nbytes > self.nbytes:
+            raise ValueError(f"{nbytes} bytes do not fit into a staging ring of {self.nbytes}")
+        with self._changed:
+            while not self.stopped and (begin := self._room(nbytes)) is None:
+                if not wait:
+                    return False
+                self._changed.wait()
+            if self.stopped:
+                return True
+        # All before the first copy: data that flows through the caches drives everything else out.
+        copies, end = [], begin
+        for key, source in pieces:
+            memory = self._memory.narrow(0, end % self.nbytes if self.nbytes else 0, source.numel())
+            end += round_up(source.numel(), self.align)
+            copies.append((StagedBlock(key, memory, end), source, accelerator.is_accelerator(source.device)))
+        for block, source, on_device in copies:
+            block.memory.copy_(source, non_blocking=on_device)
+            if on_device:  # the copy's stream, not that of the current device
+                block.event = self._copied = accelerator.record(accelerator.current_stream(source.device))
+        with self._changed:
+            self._head = begin + nbytes
+            self._waiting.extend(block for block, _, _ in copies)
+            self._changed.notify_all()
+        return True
+
+    def end(self) -> None:
+        """End the input of this round."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def take(self, nbytes: int) -> list[StagedBlock]:
+        """Wait for bytes and return blocks of up to `nbytes`, at least one block; empty after the last."""
+        with self._changed:
+            while not self._waiting and not self._ended and not self.stopped:
+                self._changed.wait()
+            blocks: list[StagedBlock] = []
+            while self._waiting and not self.stopped and (not blocks or nbytes >= self._waiting[0].memory.numel()):
+                blocks.append(self._waiting.popleft())
+                nbytes -= blocks[-1].memory.numel()
+            return blocks
+
+    def release(self, blocks: list[StagedBlock]) -> None:
+        """Free the room of blocks that have been written."""
+        with self._changed:
+            self._tail = blocks[-1].end
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Discard the ring's bytes, and all further input."""
+        with self._changed:
+            self.stopped = True
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def _room(self, nbytes: int) -> int | None:
+        """Return the place of the next `nbytes` contiguous bytes, counted from the first ever; None without room."""
+        if self._head == self._tail:
+            # Nothing is in the ring: begin at its start, where there is room for the largest piece.
+            self._head = self._tail = -(-self._head // self.nbytes) * self.nbytes if self.nbytes else 0
+        left = self.nbytes - self._head % self.nbytes if self.nbytes else 0
+        begin = self._head + (left if nbytes > left else 0)
+        return begin if begin + nbytes - self._tail <= self.nbytes else None
+
+
 class Task(Future[T]):
     """Work on a checkpoint in a daemon thread, which the end of the program does not wait for."""
 
     def __init__(self, path: Path, work: Callable[[], T]) -> None:
-        """Start the thread. Not collective."""
         super().__init__()
         self._path = path
         context = contextvars.copy_context()  # tests replace the disk there
@@ -233,10 +206,6 @@ class Task(Future[T]):
     @property
     def has_failed(self) -> bool:
         return self.done() and self.exception() is not None
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end; return whether it has come."""
-        return bool(concurrent.futures.wait([self], timeout_s).done)
 
     def result(self, timeout: float | None = None) -> T:
         """As ``Future.result``, but errors of other kinds become a CheckpointError that names the file."""
@@ -253,41 +222,28 @@ class Task(Future[T]):
             self.set_exception(error)
 
 
-class CopyQueue:
-    """What is to be copied into a ring, one piece after the other. Not collective."""
+_Pieces: TypeAlias = Iterable[tuple[CopiedBlocks, torch.Tensor]]
+"""What to copy into a ring: bytes, uint8, 1-D. They are asked for when their turn comes: they may be a copy."""
 
-    def __init__(self, pieces: Iterable[tuple[CopiedBlocks, torch.Tensor]]) -> None:
-        """Take a piece. Its bytes, uint8, 1-D, are asked for when their turn comes: they may be a copy."""
-        self._rest = iter(pieces)
-        self._group: list[tuple[CopiedBlocks, torch.Tensor]] = []
-        self._next = next(self._rest, None)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether all are done."""
-        return not self._group and self._next is None
-
-    def next_group(self, most: int) -> list[tuple[CopiedBlocks, torch.Tensor]]:
-        """Return the next pieces, of `most` bytes or one; the same until they are done, and none after the last."""
-        if not self._group:
-            nbytes = 0
-            while self._next is not None and (not self._group or nbytes + self._next[1].numel() <= most):
-                self._group.append(self._next)
-                nbytes += self._next[1].numel()
-                self._next = next(self._rest, None)
-        return self._group
-
-    def done(self) -> None:
-        """Note that the group has been copied."""
-        self._group = []
+def _groups(pieces: _Pieces, most: int) -> Iterator[list[tuple[CopiedBlocks, torch.Tensor]]]:
+    """Yield pieces in groups of at most `most` bytes, or of one."""
+    # To wake the writer for each of thousands of small blocks takes longer than to copy them.
+    group, nbytes = [], 0
+    for piece in pieces:
+        if group and nbytes + piece[1].numel() > most:
+            yield group
+            group, nbytes = [], 0
+        group.append(piece)
+        nbytes += piece[1].numel()
+    if group:
+        yield group
 
 
 class PendingSave:
-    """A save in progress. Methods are collective over its ranks unless stated otherwise.
+    """A save in progress; `ended` when it has been committed, or given up.
 
-    Attributes:
-        path: its final name.
-        ended: whether it has been committed, or given up.
+    Methods are collective over its ranks unless stated otherwise.
     """
 
     def __init__(
@@ -300,10 +256,8 @@ class PendingSave:
     ) -> None:
         """Not collective; touch no disk.
 
-        Args:
-            comm: the ranks of the plan; used by this save alone, as its messages interleave with those of training.
-            ring: not in use; holds the largest block.
-            committed: called in a thread of rank 0 after the commit.
+        The ranks of the plan have `comm` for this save alone, as its messages interleave with those of training. The
+        `ring` holds the largest block. `committed` is called in a thread of rank 0 after the commit.
         """
         self.path, self.ended = temporary.path, False
         self._comm, self._temporary, self._content = comm, temporary, content
@@ -323,21 +277,24 @@ class PendingSave:
         written. Gather buffers are filled, copied and freed one after the other. Raise CheckpointError if it waited
         and the file cannot be made; the file is then removed.
         """
-        comm, tensors = self._comm, collected.tensors
-        memory_of = memory_of_blocks(self._content.plan, tensors)
-        places = places_by_buffer(self._content.plan, tensors, self._own) if tensors else {}
+        comm, tensors, ring, plan = self._comm, collected.tensors, self._ring, self._content.plan
+        memory_of = memory_of_blocks(plan, tensors)
+        places = by_buffer(tensors[of] for of in plan.blocks["tensor"][self._own].tolist()) if tensors else {}
+        most = min(BlockWriter.AT_ONCE, ring.nbytes // 4)  # a small ring is filled while it is emptied
 
-        def pieces_of(buffer: GatherBuffer | None) -> CopyQueue:
-            return CopyQueue(
+        def pieces_of(buffer: GatherBuffer | None) -> _Pieces:
+            return (
                 (CopiedBlocks((place,), (0,)), memory_of(int(self._own[place]))) for place in places.get(buffer, ())
             )
 
-        first, at_once = pieces_of(None), False
+        first = _groups(pieces_of(None), most)
         if collected.recalled is not None:  # only scalars are copied, so that all pieces may be there at a time
-            first = CopyQueue(collected.recalled.pieces())
-            nbytes = sum(round_up(size, self._ring.align) for size in collected.sizes(comm.rank))
-            at_once = nbytes <= self._ring.nbytes
-        self._ring.start()
+            nbytes = sum(round_up(size, ring.align) for size in collected.sizes(comm.rank))
+            first = _groups(
+                collected.recalled.known.sources.pieces(collected.recalled.tensors),
+                ring.nbytes if nbytes <= ring.nbytes else most,
+            )
+        ring.start()
         _uncommitted[self] = None
         # They begin later, as they would take half of the time from the copies; but to start a thread takes long once
         # another one is busy.
@@ -345,27 +302,27 @@ class PendingSave:
         self._task = Task(self.path, self._write)
         try:
             with raise_together(comm):
-                self._put(first, wait=False, at_once=at_once)
+                left = self._put(first, wait=False)
             buffers = buffers_of(tensors)
-            fits = not buffers and all(self._all_agree(first.is_empty))
-            if not fits:
+            if buffers or not all(all_agree(comm, left is None)):
                 self._may_begin.set()
                 # There is more than the ring holds. Who waits for room must not wait for a file that never comes.
                 with raise_together(comm):
                     if comm.rank == 0:
                         self._laying.result()
-                self._note_made()
+                self._made_s = time.monotonic()
                 with raise_together(comm):
-                    self._put(first)
+                    self._put(itertools.chain([left] if left else (), first))
+                del left  # which may be a copy
             for buffer in buffers:
                 buffer.gather()
                 with raise_together(comm):
-                    self._put(pieces_of(buffer))
+                    self._put(_groups(pieces_of(buffer), most))
                 buffer.free()
         except BaseException:
             self.give_up()
             raise
-        self._ring.end()
+        ring.end()
         self._may_begin.set()
 
     def advance(self) -> bool:
@@ -378,9 +335,9 @@ class PendingSave:
         task = self._commit_task or (None if self._all_written else self._task)
         fine = task is None or not task.has_failed
         made = self._comm.rank != 0 or (self._laying.done() and not self._laying.has_failed)
-        all_done, all_fine, is_made = self._all_agree(task is None or task.done(), fine, made)
+        all_done, all_fine, is_made = all_agree(self._comm, task is None or task.done(), fine, made)
         if is_made:
-            self._note_made()
+            self._made_s = self._made_s or time.monotonic()
         try:
             if not all_fine:
                 with raise_together(self._comm):
@@ -400,27 +357,23 @@ class PendingSave:
 
     def wait_for_threads(self, timeout_s: float | None = None) -> None:
         """Wait until this rank's threads are idle, at most for that long. Not collective."""
-        for task in (self._laying, self._task, self._commit_task):
-            if task is not None:
-                task.wait(timeout_s)
+        tasks = (self._laying, self._task, self._commit_task)
+        concurrent.futures.wait([task for task in tasks if task is not None], timeout_s)
 
     def give_up(self) -> None:
-        """Stop this rank's threads; rank 0 removes the file.
-
-        Not collective. Other ranks may still write to the unnamed file.
-        """
+        """Stop this rank's threads; rank 0 removes the file. Not collective: other ranks may still write to it."""
         self.ended = True
         _uncommitted.pop(self, None)
         self._ring.stop()
         self._may_begin.set()
         if self._comm.rank == 0:
             if self._laying is not None:
-                self._laying.wait()  # or it would make the file afterwards
+                self._laying.exception()  # when it has ended: it would make the file afterwards
             self._temporary.discard()
 
     def leave(self) -> None:
-        """At the program's end: logs a lost file and removes the temporary file. Not collective."""
-        if self._commit_task is not None and self._commit_task.wait() and not self._commit_task.has_failed:
+        """At the program's end: log a lost file and remove the temporary file. Not collective."""
+        if self._commit_task is not None and self._commit_task.exception() is None:
             return  # rank 0 has come to the end of it alone
         if self._all_written and self._comm.rank != 0:
             return  # rank 0 knows how it ends
@@ -451,27 +404,22 @@ class PendingSave:
                 error.raised_on_all_ranks = True
                 raise error
         everyone = gather_sums(self._comm, self._content.plan, self._task.result())
+
+        def commit() -> None:
+            with naming_write_errors(self.path):
+                metadata_image = self._laying.result()
+                self._temporary.commit(
+                    metadata_image, extent_rows(self._content.plan, metadata_image.offsets, everyone)
+                )
+            self._committed(self.path)
+
         if self._comm.rank == 0:
-            self._commit_task = Task(self.path, lambda: self._commit(everyone))
+            self._commit_task = Task(self.path, commit)
         self._all_written = True
 
-    def _note_made(self) -> None:
-        """Note when rank 0 made the file."""
-        self._made_s = self._made_s or time.monotonic()
-
-    def _all_agree(self, *facts: bool) -> list[bool]:
-        """Return which of these facts hold on all ranks. Collective."""
-        agreed = torch.tensor(facts, dtype=torch.int64, device=self._comm.device)
-        self._comm.all_reduce(agreed, "min")
-        return [bool(fact) for fact in agreed.tolist()]
-
-    def _put(self, pieces: CopyQueue, *, wait: bool = True, at_once: bool = False) -> None:
-        """Copy pieces into the ring while there is room; `at_once` if there is room for all of them."""
-        # In groups: to wake the writer for each of thousands of small blocks takes longer than to copy them. A small
-        # ring is filled while it is emptied.
-        most = self._ring.nbytes if at_once else min(BlockWriter.AT_ONCE, self._ring.nbytes // 4)
-        while (group := pieces.next_group(most)) and self._ring.put(group, wait=wait):
-            pieces.done()
+    def _put(self, groups: Iterable[list[Any]], *, wait: bool = True) -> list[Any] | None:
+        """Copy groups of pieces into the ring; return the first for which there is no room, if not `wait`."""
+        return next((group for group in groups if not self._ring.put(group, wait=wait)), None)
 
     def _lay_out(self) -> MetadataImage:
         """In a thread: lay the file out; rank 0 makes it."""
@@ -492,7 +440,8 @@ class PendingSave:
         sizes = plan.block_bytes(self._own)
         try:
             offsets = self._laying.result().offsets
-            with naming_write_errors(self.path), self._opened() as fd:
+            with naming_write_errors(self.path), contextlib.ExitStack() as stack:
+                fd = self._opened(stack)
                 views: dict[int, np.ndarray] = {}
                 blocks = BlockWriter(fd, plan, offsets, views.__getitem__)
                 while staged := ring.take(BlockWriter.AT_ONCE):
@@ -512,28 +461,16 @@ class PendingSave:
             raise
         return sums
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
-        """In a thread: a descriptor of the file, as soon as rank 0 has made it."""
-        with contextlib.ExitStack() as stack:
-            while True:
-                try:
-                    fd = stack.enter_context(self._temporary.opened())
-                    break
-                except TemporaryFileMissingError:
-                    made_s = self._made_s
-                    late = made_s is not None and time.monotonic() - made_s > VISIBLE_WITHIN_S
-                    if late or self._comm.rank == 0 or self._ring.stopped:
-                        raise
-                time.sleep(LOOK_S)
-            yield fd
-
-    def _commit(self, sums: Sequence[bytes]) -> None:
-        """In a thread of rank 0."""
-        with naming_write_errors(self.path):
-            metadata_image = self._laying.result()
-            self._temporary.commit(metadata_image, extent_rows(self._content.plan, metadata_image.offsets, sums))
-        self._committed(self.path)
+    def _opened(self, stack: contextlib.ExitStack) -> int:
+        """In a thread: open the file as soon as rank 0 has made it; return its descriptor, which the stack closes."""
+        while True:
+            try:
+                return stack.enter_context(self._temporary.opened())
+            except TemporaryFileMissingError:
+                late = self._made_s is not None and time.monotonic() - self._made_s > VISIBLE_WITHIN_S
+                if late or self._comm.rank == 0 or self._ring.stopped:
+                    raise
+            time.sleep(LOOK_S)
 
 
 _uncommitted: dict[PendingSave, None] = {}

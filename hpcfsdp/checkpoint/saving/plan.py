@@ -1,6 +1,6 @@
 """Plan which rank writes which bytes of a checkpoint. Pure: every rank computes the same plan without communication.
 
-Plan are made for any number of imagined ranks. Runs and blocks are arrays, for there may be millions.
+Plans are made for any number of imagined ranks. Runs and blocks are arrays, for there may be millions.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ BLOCK_DTYPE = np.dtype(
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """The tensors of a checkpoint and the blocks that tile them.
+    """The tensors of a checkpoint, in file order, and the blocks that tile them.
 
     Attributes:
-        specs: in file order.
-        blocks: of ``BLOCK_DTYPE``, sorted by tensor and start; together every element once.
+        blocks: of ``BLOCK_DTYPE``, sorted by tensor and start.
         links: (alias, path of the tensor).
-        num_ranks: that write.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -75,17 +73,10 @@ class SavePlan:
 def plan_save(
     tensors: Sequence[tuple[str, StateTensor]], num_ranks: int, block_bytes: int = schema.BLOCK_BYTES
 ) -> SavePlan:
-    """Tile each tensor with blocks of at most `block_bytes`, along the runs of the ranks.
+    """Tile each tensor, with its group in the file, with blocks of at most `block_bytes`, along the runs of the ranks.
 
-    Each element is written once. Ranks with copies share the work: all of them split long runs equally; fewer ranks,
-    those with the least to write so far, split shorter ones.
-
-    Args:
-        tensors: with their groups in the file ("model", "optim/state").
-        num_ranks: that write.
-
-    Raises:
-        CheckpointError: an invalid name, an unsupported dtype, or runs that do not tile their tensor.
+    Ranks with copies share the work: all of them split long runs equally; fewer ranks, those with the least to write
+    so far, split shorter ones. Raise CheckpointError as ``check_names`` and ``check_tiling``.
     """
     specs: list[TensorSpec] = []
     links: list[tuple[str, str]] = []
@@ -93,12 +84,18 @@ def plan_save(
         specs.append(TensorSpec(f"{group}/{tensor.name}", tensor.shape, str(tensor.dtype).removeprefix("torch.")))
         links += [(f"{group}/{alias}", specs[-1].path) for alias in tensor.aliases]
     check_names(specs, links)
-    balance = _Balance(num_ranks)
-    # Runs with fixed writers come first: the others then even out the loads.
-    parts = [balance.fixed(tensor.runs, spec.itemsize) for spec, (_, tensor) in zip(specs, tensors, strict=True)]
-    for index, (spec, (_, tensor)) in enumerate(zip(specs, tensors, strict=True)):
-        if parts[index] is None:
-            parts[index] = balance.chosen(tensor.runs, spec.itemsize)
+    runs, loads, parts = [tensor.runs for _, tensor in tensors], np.zeros(num_ranks, np.int64), {}
+    ways = [_num_writers(each, spec.itemsize) for each, spec in zip(runs, specs, strict=True)]
+    # Runs that all ranks with a copy write come first: the others then even out the loads.
+    for index in sorted(range(len(specs)), key=lambda index: ways[index] < runs[index].ranks.shape[1]):
+        writers = runs[index].ranks
+        if ways[index] < writers.shape[1]:
+            lightest = np.argsort(loads[writers], axis=1, kind="stable")[:, : ways[index]]
+            writers = np.take_along_axis(writers, lightest, axis=1)
+        edges, writers = _split(runs[index].edges, ways[index]), writers.reshape(-1)
+        np.add.at(loads, writers, (edges[1:] - edges[:-1]) * specs[index].itemsize)
+        parts[index] = edges, writers
+    parts = [parts[index] for index in range(len(specs))]
     plan = SavePlan(tuple(specs), _cut(specs, parts, block_bytes), tuple(links), num_ranks)
     check_tiling(plan)
     return plan
@@ -135,41 +132,19 @@ def _first_fault(spec: TensorSpec, blocks: np.ndarray) -> str:
     return f" (element {place} is written by the ranks {ranks})"
 
 
-class _Balance:
-    """Divide runs among the ranks that have copies of them."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._loads = np.zeros(num_ranks, np.int64)
-
-    def fixed(self, runs: Runs, itemsize: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return edges of parts and the rank that writes each, if all ranks with a copy write; else None."""
-        copies = runs.ranks.shape[1]
-        return self._split(runs, runs.ranks, itemsize) if _num_writers(runs, itemsize) == copies else None
-
-    def chosen(self, runs: Runs, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the same, with the ranks of each run that have the least to write so far."""
-        lightest = np.argsort(self._loads[runs.ranks], axis=1, kind="stable")[:, : _num_writers(runs, itemsize)]
-        return self._split(runs, np.take_along_axis(runs.ranks, lightest, axis=1), itemsize)
-
-    def _split(self, runs: Runs, writers: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
-        """Split each run into as many parts as it has writers."""
-        ways = writers.shape[1]
-        edges, ranks = runs.edges, writers.reshape(-1)
-        if ways > 1:  # shorter runs have shorter parts, perhaps empty ones
-            sizes = np.diff(runs.edges)
-            shares = -(-sizes // ways)
-            offsets = np.minimum(np.arange(ways) * shares[:, None], sizes[:, None])
-            edges = np.append((runs.edges[:-1, None] + offsets).reshape(-1), runs.edges[-1])
-        np.add.at(self._loads, ranks, (edges[1:] - edges[:-1]) * itemsize)
-        return edges, ranks
+def _split(edges: np.ndarray, ways: int) -> np.ndarray:
+    """Return the edges of as many parts of each run. Shorter runs have shorter parts, perhaps empty ones."""
+    if ways == 1:
+        return edges
+    sizes = np.diff(edges)[:, None]
+    offsets = np.minimum(np.arange(ways) * -(-sizes // ways), sizes)
+    return np.append((edges[:-1, None] + offsets).reshape(-1), edges[-1])
 
 
 def _num_writers(runs: Runs, itemsize: int) -> int:
     """Return the number of ranks that split a run. All runs of a tensor, which are about equal, are split alike."""
     copies = runs.ranks.shape[1]
-    if copies == 1:
-        return 1
-    longest = int(np.diff(runs.edges).max(initial=0)) * itemsize
+    longest = int(np.diff(runs.edges).max(initial=0)) * itemsize if copies > 1 else 0
     return max(1, min(copies, longest // SPLIT_BYTES))
 
 
@@ -216,8 +191,7 @@ def plan_alone(
 def box_blocks(shape: Sequence[int], box: Box, itemsize: int, block_bytes: int = schema.BLOCK_BYTES) -> np.ndarray:
     """Return the blocks of a box, of ``BLOCK_DTYPE``, in the order of its elements; tensor and rank are 0.
 
-    Each is a hyperslab, `count` times `numel` elements of the box. It has at most `block_bytes` bytes, and so has the
-    range of the file that it spans.
+    Each has, and spans in the file, at most `block_bytes` bytes.
     """
     if not box.numel:
         return np.empty(0, BLOCK_DTYPE)
@@ -226,7 +200,7 @@ def box_blocks(shape: Sequence[int], box: Box, itemsize: int, block_bytes: int =
     if levels.numel > most or not levels.repeated:
         starts = levels.starts(len(levels.repeated))
         cuts = np.arange(0, levels.numel, most)
-        blocks = np.empty(len(starts) * len(cuts), BLOCK_DTYPE)
+        blocks = np.zeros(len(starts) * len(cuts), BLOCK_DTYPE)
         blocks["start"] = (starts[:, None] + cuts).reshape(-1)
         blocks["numel"] = np.tile(np.minimum(most, levels.numel - cuts), len(starts))
         blocks["count"], blocks["stride"] = 1, blocks["numel"]
@@ -234,12 +208,11 @@ def box_blocks(shape: Sequence[int], box: Box, itemsize: int, block_bytes: int =
         count, stride = levels.repeated[-1]
         starts = levels.starts(len(levels.repeated) - 1)
         cuts = np.arange(0, count, max(1, most // stride))  # the same for adjacent boxes
-        blocks = np.empty(len(starts) * len(cuts), BLOCK_DTYPE)
+        blocks = np.zeros(len(starts) * len(cuts), BLOCK_DTYPE)
         blocks["start"] = (starts[:, None] + cuts * stride).reshape(-1)
         blocks["count"] = np.tile(np.diff(cuts, append=count), len(starts))
         blocks["numel"] = levels.numel
         blocks["stride"] = np.where(blocks["count"] > 1, stride, levels.numel)
-    blocks["tensor"] = blocks["rank"] = 0
     return blocks
 
 

@@ -56,16 +56,13 @@ def gather(comm: Communicator, mine: States) -> States:
     sent = torch.from_numpy(packed(mine)).to(comm.device)
     received = [torch.empty_like(sent) for _ in range(comm.size)] if comm.rank == 0 else None
     comm.gather(received, sent, 0)
-    rows = np.stack([row.cpu().numpy() for row in received]) if received is not None else None
-    return {} if rows is None else _unpacked(rows, mine)
+    return {} if received is None else _unpacked(np.stack([row.cpu().numpy() for row in received]), mine)
 
 
 def scatter(comm: Communicator, form: States, of_ranks: States) -> States:
-    """Return this rank's row; for ranks beyond those that have one it is the last row. Collective over `comm`.
+    """Return this rank's row of rank 0's states; the last row for ranks beyond. Collective over `comm`.
 
-    Args:
-        form: the same without rows, on all ranks.
-        of_ranks: on rank 0, with the same number of rows of each kind.
+    All ranks have their `form`, the same without rows.
     """
     received = torch.empty(sum(map(_row_bytes, form.values())), dtype=torch.uint8, device=comm.device)
     inputs = None

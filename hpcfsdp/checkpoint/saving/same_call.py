@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import DifferentCallsError, DisagreementError
 
@@ -32,7 +34,6 @@ class GivenPath:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Touch no disk. Raise TypeError for anything but a path."""
         self.given = os.fspath(path)
         self.expanded = os.path.expanduser(path)
         self.absolute = os.path.abspath(self.expanded)
@@ -49,12 +50,9 @@ class GivenPath:
 
 
 def compare_calls(comm: Communicator, call: str, facts: Callable[[], Facts]) -> Facts:
-    """Check that all ranks make the same call with the same arguments; return rank 0's. Collective over `comm`.
+    """Check that all ranks make the same call, named as "checkpoint.save", with the same arguments; return rank 0's.
 
-    Raise DifferentCallsError or DisagreementError on all ranks, and what `facts` raises on any rank.
-
-    Args:
-        call: its public name, as "checkpoint.save".
+    Raise DifferentCallsError or DisagreementError, and what `facts` raises on any rank. Collective over `comm`.
     """
     with raise_together(comm) as exchange:
         exchange.mine = call, facts()
@@ -70,15 +68,20 @@ def compare_calls(comm: Communicator, call: str, facts: Callable[[], Facts]) -> 
     return everyone[0][1]
 
 
-def compare(call: str, everyone: Sequence[Facts]) -> None:
-    """Raise DisagreementError for the first value that differs from rank 0's; the same on all ranks. Not collective.
+def all_agree(comm: Communicator, *facts: bool) -> list[bool]:
+    """Return which of these facts hold on all ranks. Collective over `comm`."""
+    agreed = torch.tensor(facts, dtype=torch.int64, device=comm.device)
+    comm.all_reduce(agreed, "min")
+    return [bool(fact) for fact in agreed.tolist()]
 
-    Args:
-        call: for the message.
-        everyone: by rank, equal on all ranks.
+
+def compare(call: str, everyone: Sequence[Facts]) -> None:
+    """Raise DisagreementError for the first value of `everyone`, by rank, that differs from rank 0's. Not collective.
+
+    It is the same on all ranks if `everyone` is.
     """
     for key in dict.fromkeys(itertools.chain(*everyone)):
-        values = [facts.get(key, _MISSING) for facts in everyone]
+        values = [facts.get(key, "nothing") for facts in everyone]
         differing = [rank for rank, value in enumerate(values) if values[0] != value]
         if differing:
             other = values[differing[0]]
@@ -89,9 +92,6 @@ def compare(call: str, everyone: Sequence[Facts]) -> None:
             )
             error.raised_on_all_ranks = True
             raise error
-
-
-_MISSING = "nothing"
 
 
 def _shown(value: Any) -> str:

@@ -36,10 +36,8 @@ class NodePart:
     """The content of a node's part file.
 
     Attributes:
-        node: its number.
         blocks: places in the whole plan, ascending.
-        plan: the part's own: for each tensor the node's elements, 1-D, in the order of the tensor; its blocks are those
-            in `blocks`.
+        plan: the part's own, of the same blocks: for each tensor the node's elements, 1-D, in the order of the tensor.
         tensors: by tensor of the part, its number in the whole plan.
     """
 
@@ -50,11 +48,9 @@ class NodePart:
 
 
 def divide(plan: SavePlan, topology: Topology, least_bytes: int = LEAST_BYTES) -> list[NodePart]:
-    """Divide a plan into parts, one for each node that writes; all else stays in the checkpoint. Pure.
+    """Divide a plan into parts, one for each node that writes, of tensors of `least_bytes` and more.
 
-    Args:
-        topology: of the plan's ranks.
-        least_bytes: of a tensor in parts. Scalars never are.
+    Scalars and smaller tensors stay in the checkpoint.
     """
     node_of_rank = np.array([topology.node_rank(rank) for rank in range(topology.size)], np.int64)
     # Elements that do not follow each other would have to, in a file that has nothing between them.
@@ -79,7 +75,7 @@ def _part(plan: SavePlan, node: int, places: np.ndarray) -> NodePart:
 
 
 def sources_of(plan: SavePlan, parts: Sequence[NodePart], names: Sequence[str]) -> dict[int, list[VirtualSource]]:
-    """Return which runs each part has of the tensors in parts, by number; `names` are the parts' files. Pure."""
+    """Return which runs each part has of the tensors in parts, by number; `names` are the parts' files."""
     found: dict[int, list[VirtualSource]] = {}
     for part, name in zip(parts, names, strict=True):
         whole = plan.blocks[part.blocks]
@@ -98,18 +94,16 @@ def sources_of(plan: SavePlan, parts: Sequence[NodePart], names: Sequence[str]) 
 class SubfilesWriter(PosixWriter):
     """Each rank writes into its node's part; small tensors go into the checkpoint itself."""
 
-    def __init__(
-        self, comm: Communicator, temporary: TemporaryFile, content: Content, *, least_bytes: int | None = None
-    ) -> None:
-        """`least_bytes`: see ``divide``. Collective over `comm`; touch no disk."""
+    def __init__(self, comm: Communicator, temporary: TemporaryFile, content: Content) -> None:
+        """Touch no disk. Collective over `comm`."""
         super().__init__(comm, temporary, content)
-        topology = _topology_of(comm)
-        self._parts = divide(content.plan, topology, LEAST_BYTES if least_bytes is None else least_bytes)
+        known: Topology | None = getattr(comm, "topology", None)
+        topology = known or Topology.from_labels(comm.all_gather_object(env.host_name()))
+        self._parts = divide(content.plan, topology, LEAST_BYTES)
         self._paths = [part_path(temporary.path, temporary.token, part.node) for part in self._parts]
         self._leaders = [topology.leaders[part.node] for part in self._parts]
-        self._all = range(comm.size)
-        self._node_of = [topology.node_rank(rank) for rank in self._all]
-        own_node = topology.node_rank(comm.rank)
+        self._node_of = [topology.node_rank(rank) for rank in range(comm.size)]
+        own_node = self._node_of[comm.rank]
         self._own = next((number for number, part in enumerate(self._parts) if part.node == own_node), None)
         self._leads = self._own is not None and self._leaders[self._own] == comm.rank
         self._part_temporary = None if self._own is None else TemporaryFile(self._paths[self._own], temporary.token)
@@ -120,7 +114,9 @@ class SubfilesWriter(PosixWriter):
         """Make the checkpoint on rank 0 and the parts on their leaders, all holes; exchange the places of tensors."""
         with raise_together(self._comm), naming_write_errors(self._temporary.path):
             if self._comm.rank == 0:
-                self._metadata_image = self._whole_metadata_image()
+                names = [path.name for path in self._paths]
+                sources = sources_of(self._content.plan, self._parts, names)
+                self._metadata_image = self._content.metadata_image(sources=sources, file_names=names)
                 elsewhere = sum(part.plan.nbytes for part in self._parts)
                 self._temporary.create(self._metadata_image.nbytes, elsewhere)
                 self._offsets = self._metadata_image.offsets
@@ -132,7 +128,8 @@ class SubfilesWriter(PosixWriter):
         self._offsets = self._comm.broadcast_object(self._offsets)
         mine = [] if self._part_metadata_image is None else self._part_metadata_image.offsets
         sizes = {leader: len(part.tensors) for leader, part in zip(self._leaders, self._parts, strict=True)}
-        found = self._to_those_concerned(np.array(mine, np.int64), [sizes.get(rank, 0) for rank in self._all])
+        numels = [sizes.get(rank, 0) for rank in range(self._comm.size)]
+        found = self._to_those_concerned(np.array(mine, np.int64), numels)
         self._part_offsets = [found[leader] for leader in self._leaders]
 
     @contextlib.contextmanager
@@ -179,11 +176,14 @@ class SubfilesWriter(PosixWriter):
 
         def commit() -> None:
             with naming_write_errors(path):
+                names = [path.name.encode() for path in self._paths]
+                table = np.zeros(len(names), schema.file_table_dtype(max(map(len, names), default=0)))
+                table["name"] = names
                 for number, part in enumerate(self._parts):
                     rows["file"][part.blocks] = number + 1
                     rows["byte_offset"][part.blocks] = self._rows_of(number, rows)["byte_offset"]
-                table = self._table([exchange.everyone[leader] for leader in self._leaders])
-                self._temporary.commit(self._metadata_image, rows, table)
+                    table["nbytes"][number], table["digest"][number] = exchange.everyone[self._leaders[number]]
+                self._temporary.commit(self._metadata_image, rows, table if names else None)
 
         of_rank_0(comm, commit)
 
@@ -202,31 +202,15 @@ class SubfilesWriter(PosixWriter):
     def _to_those_concerned(self, values: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
         """By rank, its values, int64, if it is of this node or this is rank 0; else an empty array. Collective.
 
-        On all ranks they would grow with nodes and tensors.
-
-        Args:
-            sizes: by rank, the number of its values.
+        On all ranks they would grow with nodes and tensors. `sizes` are the numbers of values, by rank.
         """
-        comm, node = self._comm, self._node_of
+        comm = self._comm
         mine = torch.from_numpy(values).to(comm.device)
-        concerned = [rank == 0 or node[rank] == node[comm.rank] for rank in self._all]
-        from_all = comm.rank == 0
-        numels = [size if from_all or node[rank] == node[comm.rank] else 0 for rank, size in enumerate(sizes)]
+        is_near = [node == self._node_of[comm.rank] for node in self._node_of]
+        numels = [size if comm.rank == 0 or near else 0 for size, near in zip(sizes, is_near, strict=True)]
         found = [torch.empty(numel, dtype=torch.int64, device=comm.device) for numel in numels]
-        comm.all_to_all(found, [mine if concerned[rank] else mine[:0] for rank in self._all])
+        comm.all_to_all(found, [mine if rank == 0 or near else mine[:0] for rank, near in enumerate(is_near)])
         return [of_rank.cpu().numpy() for of_rank in found]
-
-    def _whole_metadata_image(self) -> MetadataImage:
-        content, names = self._content, [path.name for path in self._paths]
-        return build_metadata_image(
-            content.plan.specs,
-            content.plan.links,
-            len(content.plan.blocks),
-            content.attributes,
-            content.small,
-            sources=sources_of(content.plan, self._parts, names),
-            file_names=names,
-        )
 
     def _metadata_image_of(self, part: NodePart) -> MetadataImage:
         of_whole = ("world_size", "software_version")
@@ -249,17 +233,3 @@ class SubfilesWriter(PosixWriter):
         rows["file"] = 0
         rows["byte_offset"] = offsets[tensors] + rows["start"].astype(np.int64) * part.plan.itemsizes[tensors]
         return rows
-
-    def _table(self, footers: Sequence[tuple[int, int]]) -> np.ndarray | None:
-        if not footers:
-            return None
-        names = [path.name.encode() for path in self._paths]
-        table = np.zeros(len(names), schema.file_table_dtype(max(map(len, names))))
-        table["name"], table["nbytes"], table["digest"] = names, *zip(*footers, strict=True)
-        return table
-
-
-def _topology_of(comm: Communicator) -> Topology:
-    """Return the communicator's topology, or one from host names. Collective over `comm`."""
-    known = getattr(comm, "topology", None)
-    return known or Topology.from_labels(comm.all_gather_object(env.host_name()))

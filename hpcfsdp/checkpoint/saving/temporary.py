@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,18 +31,12 @@ class TemporaryFileMissingError(CheckpointError):
 class TemporaryFile:
     """A file that ``commit`` turns into a checkpoint. Not collective: one rank creates, commits or discards it.
 
-    Attributes:
-        path: its final name.
-        token: unique to this save, so that two jobs that save to one path write to two files.
-        partial: its temporary name, next to `path`.
-        has_name: whether it has its final name.
+    It is called `partial` until it gets its name, `path`. The `token` is unique to this save, so that two jobs that
+    save to one path write to two files.
     """
 
     def __init__(self, path: Path, token: str) -> None:
-        """Touch no disk."""
-        self.path = path
-        self.token = token
-        self.partial = partial_path(path, token)
+        self.path, self.token, self.partial = path, token, partial_path(path, token)
         self.has_name = False
 
     def create(self, nbytes: int, elsewhere: int = 0) -> None:
@@ -49,11 +44,15 @@ class TemporaryFile:
 
         Other files next to it will need `elsewhere` bytes. Raise CheckpointError without enough room.
         """
-        self._make_folder()
+        folder = self.path.parent
+        missing = list(itertools.takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
+        folder.mkdir(parents=True, exist_ok=True)
+        for each in missing:
+            disk.sync_folder(each.parent)
         if self.path.is_dir():
             raise IsADirectoryError("there is a directory of that name")
         remove_abandoned(self.path)
-        free = shutil.disk_usage(self.path.parent).free
+        free = shutil.disk_usage(folder).free
         if free < nbytes + elsewhere:
             raise CheckpointError(f"{nbytes + elsewhere} bytes are needed, {free} are free on that file system")
         try:
@@ -62,23 +61,9 @@ class TemporaryFile:
             self.discard()
             raise
 
-    def _make_folder(self) -> None:
-        """Make missing folders and sync their names to the disk."""
-        missing = []
-        for folder in (self.path.parent, *self.path.parent.parents):
-            if folder.exists():
-                break
-            missing.append(folder)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        for folder in missing:
-            disk.sync_folder(folder.parent)
-
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
-        """Return a descriptor to write with; the caller syncs before it leaves.
-
-        Raise TemporaryFileMissingError where there is no file.
-        """
+        """Yield a descriptor to write with and sync; raise TemporaryFileMissingError where there is no file."""
         try:
             fd = disk.open_to_write(self.partial)
         except FileNotFoundError as error:
@@ -97,12 +82,9 @@ class TemporaryFile:
     def commit(self, metadata_image: MetadataImage, rows: np.ndarray, parts: np.ndarray | None = None) -> Footer:
         """Write everything but the tensors, which are synced already; sync and rename the file; return its footer.
 
-        Parts of a replaced checkpoint are removed, unless other files may need them. Raise OSError if the file did not
-        get its name, CheckpointError if it did but the name could not be synced.
-
-        Args:
-            rows: the table of extents.
-            parts: the table of other files, which have their names already.
+        The tables are `rows` of extents, and of `parts`, which have their names already. Parts of a replaced checkpoint
+        are removed, unless other files may need them. Raise OSError if the file did not get its name, CheckpointError
+        if it did but the name could not be synced.
         """
         regions, footer = metadata_image.with_footer(rows, parts)
         with self.opened() as fd:
@@ -139,20 +121,16 @@ def naming_write_errors(path: Path) -> Iterator[None]:
     except CheckpointError as error:
         if str(error).startswith(f"{path}: "):
             raise
-        kind = (
-            CheckpointError if isinstance(error, TemporaryFileMissingError) else type(error)
-        )  # one that all ranks know
-        raise kind(f"{path}: {error}") from error
+        is_missing = isinstance(error, TemporaryFileMissingError)  # a kind that other ranks do not know
+        raise (CheckpointError if is_missing else type(error))(f"{path}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot write the checkpoint: {reason(error)}") from error
 
 
 class BlockWriter:
-    """Write blocks of a plan; adjacent blocks go to the system in one call.
+    """Write blocks of a plan, whose tensors begin at `offsets`; adjacent blocks go to the system in one call.
 
-    Args:
-        offsets: by tensor, its first byte in the file.
-        bytes_of: reads a block. At most ``AT_ONCE`` bytes and one block are in memory until they are written.
+    At most ``AT_ONCE`` bytes and one block are in memory until they are written.
     """
 
     AT_ONCE = 4 << 20
@@ -178,30 +156,27 @@ class BlockWriter:
         for place in order:
             data = self._bytes_of(int(indices[place]))
             sums[place] = schema.checksum(data)
-            if counts[place] == 1 or strides[place] * counts[place] == data.nbytes:
-                self._add(memoryview(data), begins[place])
-                continue
-            self._flush()
-            self._begin = begins[place]
-            disk.write_runs(self._fd, memoryview(data), counts[place], self._begin, strides[place])
-            self._end = self._begin + strides[place] * counts[place]
-            self._note_dirty()
+            begin, spanned = begins[place], strides[place] * counts[place]
+            is_whole = counts[place] == 1 or spanned == data.nbytes
+            follows = is_whole and self._buffers and begin == self._end and begin - self._begin < self.AT_ONCE
+            if not follows:
+                self._flush()
+                self._begin = begin
+            if is_whole:
+                self._buffers.append(memoryview(data))
+                self._end = begin + data.nbytes
+            else:
+                disk.write_runs(self._fd, memoryview(data), counts[place], begin, strides[place])
+                self._end = begin + spanned
+                self._note_dirty()
         self._flush()
         return sums
 
-    def _add(self, data: memoryview, begin: int) -> None:
-        if not self._buffers or begin != self._end or self._end - self._begin >= self.AT_ONCE:
-            self._flush()
-            self._begin = begin
-        self._buffers.append(data)
-        self._end = begin + data.nbytes
-
     def _flush(self) -> None:
-        if not self._buffers:
-            return
-        disk.write(self._fd, self._buffers, self._begin)
-        self._buffers = []
-        self._note_dirty()
+        if self._buffers:
+            disk.write(self._fd, self._buffers, self._begin)
+            self._buffers = []
+            self._note_dirty()
 
     def _note_dirty(self) -> None:
         self._dirty = min(self._dirty, self._begin)
@@ -211,10 +186,7 @@ class BlockWriter:
 
 
 def extent_rows(plan: SavePlan, offsets: Sequence[int], sums: Sequence[bytes]) -> np.ndarray:
-    """Return the table of extents.
-
-    Pure. `sums` has the bytes of each rank's checksums, in the order of its blocks in the plan.
-    """
+    """Return the table of extents; `sums` are the bytes of each rank's checksums, in the order of its blocks."""
     blocks = plan.blocks
     rows = np.zeros(len(blocks), schema.EXTENT_DTYPE)
     for name in blocks.dtype.names:

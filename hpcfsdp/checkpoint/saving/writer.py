@@ -126,11 +126,9 @@ def make_temporary_file(
     *,
     asynchronous: bool = False,
 ) -> TemporaryFile:
-    """Return a temporary file for the path, after comparing the arguments over ranks; touch no disk. Collective over
-    `comm`.
+    """Return a temporary file for the path, after comparing the arguments; touch no disk. Collective over `comm`.
 
-    Raise TypeError or ValueError for wrong arguments, on other ranks an HpcfsdpError; CheckpointError if the writer
-    cannot be used here; DifferentCallsError or DisagreementError as ``same_call.compare_calls``.
+    Raise what is wrong with the arguments on some rank, or differs; CheckpointError if the writer cannot be used here.
     """
 
     def facts() -> Facts:
@@ -157,7 +155,6 @@ class PosixWriter:
     """
 
     def __init__(self, comm: Communicator, temporary: TemporaryFile, content: Content) -> None:
-        """Touch no disk. `comm` has the ranks of the plan."""
         self._comm, self._temporary, self._content = comm, temporary, content
         self._metadata_image: MetadataImage | None = None
         self._offsets: Sequence[int] = ()
@@ -179,14 +176,12 @@ class PosixWriter:
         return self._metadata_image.offsets
 
     def write(self, tensors: Sequence[StateTensor]) -> None:
-        """Write this rank's blocks and sync them; `tensors` are in the plan's order.
-
-        Gather buffers are filled, written and freed one after the other.
-        """
+        """Write this rank's blocks and sync them; fill, write and free one gather buffer after the other."""
         comm, temporary, plan = self._comm, self._temporary, self._content.plan
         own = plan.blocks_of(comm.rank)
         self._sums = np.zeros(len(own), np.uint64)
-        places, all_buffers = places_by_buffer(plan, tensors, own), buffers_of(tensors)
+        places = by_buffer(tensors[of] for of in plan.blocks["tensor"][own].tolist())
+        all_buffers = buffers_of(tensors)
         with contextlib.ExitStack() as stack:
             for buffer in (None, *all_buffers):
                 if buffer is not None:
@@ -227,10 +222,7 @@ class PosixWriter:
 
 
 def gather_sums(comm: Communicator, plan: SavePlan, sums: np.ndarray) -> list[bytes]:
-    """By rank, the bytes of the checksums of its blocks, on rank 0; empty on other ranks. Collective over `comm`.
-
-    Only rank 0 writes the table: on all ranks they would be as many as there are ranks and tensors.
-    """
+    """Return the bytes of the checksums of blocks, by rank, on rank 0, which alone writes them. Collective."""
     mine = torch.from_numpy(sums.view(np.int64)).to(comm.device)
     counts = np.bincount(plan.blocks["rank"], minlength=comm.size).tolist()
     if comm.rank:
@@ -241,15 +233,8 @@ def gather_sums(comm: Communicator, plan: SavePlan, sums: np.ndarray) -> list[by
     return [of_rank.cpu().numpy().tobytes() for of_rank in received]
 
 
-def places_by_buffer(
-    plan: SavePlan, tensors: Sequence[StateTensor], own: np.ndarray
-) -> dict[GatherBuffer | None, list[int]]:
-    """Return places in `own`, this rank's blocks, by the buffer that must be gathered before they are written."""
-    return by_buffer(tensors[tensor] for tensor in plan.blocks["tensor"][own].tolist())
-
-
 def by_buffer(tensors: Iterable[StateTensor]) -> dict[GatherBuffer | None, list[int]]:
-    """Return places in a sequence of tensors, by the buffer that must be gathered before they are written. Pure."""
+    """Return places in a sequence of tensors, by the buffer that must be gathered before they are written."""
     places: dict[GatherBuffer | None, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.buffer, []).append(place)
@@ -273,11 +258,8 @@ def write_alone(
     Raise CheckpointError where it cannot be written, or a name or value cannot be stored.
 
     Args:
-        path: of the file, which appears there when it is complete.
-        specs: the tensors, by their paths in the file.
-        read: reads elements of a tensor; called for each element once, in the order of the file.
+        read: called for each element of a tensor once, in the order of the file.
         links: (alias, path of the tensor).
-        step, extra, config: as ``save`` takes them.
         groups, scalars: of the optimizer, see ``content.small_values``; None without one.
     """
     target = Path(os.path.abspath(os.path.expanduser(path)))
