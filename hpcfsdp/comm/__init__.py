@@ -4,11 +4,4 @@ from hpcfsdp.comm.agree import assert_same, of_rank_0, raise_together, raise_tog
 from hpcfsdp.comm.communicator import Communicator
 from hpcfsdp.comm.torch_group import communicator_for
 
-__all__ = [
-    "Communicator",
-    "assert_same",
-    "communicator_for",
-    "of_rank_0",
-    "raise_together",
-    "raise_together_over",
-]
+__all__ = ["Communicator", "assert_same", "communicator_for", "of_rank_0", "raise_together", "raise_together_over"]

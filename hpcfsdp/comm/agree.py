@@ -15,11 +15,8 @@ T = TypeVar("T")
 
 @dataclass
 class Exchange:
-    """Values that ranks exchange at the end of a ``raise_together``.
-
-    Attributes:
-        mine: this rank's, which the block sets.
-        everyone: those of all ranks, by rank, once the block has succeeded on all of them.
+    """Values that ranks exchange at the end of a ``raise_together``: `mine`, which its block sets, becomes one of
+    `everyone`, by rank, once the block has succeeded on all of them.
     """
 
     mine: Any = None
@@ -50,10 +47,9 @@ def raise_together(comm: Communicator | Grid) -> Iterator[Exchange]:
 
 
 def of_rank_0(comm: Communicator, make: Callable[[], T]) -> T:
-    """Return what `make` returns on rank 0, which alone calls it, or raise its error. Collective over `comm`.
+    """Return what `make` returns on rank 0, which alone calls it. Collective over `comm`.
 
-    Raises:
-        Exception: on rank 0, raised by `make`; on other ranks as from ``raise_together``.
+    Its error is raised on all ranks, as by ``raise_together``.
     """
     mine, made = None, None
     if comm.rank == 0:

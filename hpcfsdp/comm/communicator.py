@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from hpcfsdp import _compat
-from hpcfsdp.comm.reduce import OptionalTensors, ReduceOp, Reduction, Tensors, accumulate_dtype, refuse_op
+from hpcfsdp.comm.progress import Finished
+from hpcfsdp.comm.reduce import ReduceOp, Reduction, Tensors, accumulate_dtype, refuse_op
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.hang import calls
 from hpcfsdp.hang.waits import same_call
@@ -55,15 +57,13 @@ class Communicator:
 
     @_compat.outside_of_modes
     @torch.inference_mode(False)
-    def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> torch.Tensor:
+    def alloc(self, numel: int, dtype: torch.dtype, *, gathered: bool = False) -> Tensor:
         """Allocate `numel` elements, 1-D and zero, for which the collectives of this communicator are fastest.
 
-        Where ranks share a node's memory, peers read it directly and receive no messages.
-
-        Args:
-            gathered: memory for the output of ``all_gather_into_tensor``. A node may hold one copy for all of its
-                ranks. A rank may write its own segment (``numel / size`` elements) only, and only when no rank reads
-                it: a barrier separates reads from writes. Gathering that segment moves no bytes within the node.
+        Where ranks share a node's memory, peers read it directly and receive no messages. Memory that is `gathered` is
+        for the output of ``all_gather_into_tensor``: a node may hold one copy for all of its ranks. A rank may write
+        its own segment (``numel / size`` elements) only, and only when no rank reads it: a barrier separates reads from
+        writes. Gathering that segment moves no bytes within the node.
         """
         if numel < 0:
             raise CommunicationError(f"alloc on rank {self.rank}: size must be >= 0, got {numel}")
@@ -73,7 +73,7 @@ class Communicator:
             )
         return self._alloc(numel, dtype, gathered)
 
-    def free(self, tensor: torch.Tensor) -> None:
+    def free(self, tensor: Tensor) -> None:
         """Not collective. Free what ``alloc`` returned. The memory exists until no rank uses it any more."""
 
     def gathering_memory(self) -> contextlib.AbstractContextManager[Any]:
@@ -83,20 +83,18 @@ class Communicator:
     # Collectives on tensors
 
     @_compat.outside_of_modes
-    def all_gather_into_tensor(
-        self, output: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False
-    ) -> Work | None:
+    def all_gather_into_tensor(self, output: Tensor, shard: Tensor, *, async_op: bool = False) -> Work | None:
         """`output` (size * n elements) becomes the shards (n elements each) of all ranks, in rank order."""
         label = f"all_gather_into_tensor of {describe(shard)}"
         self._check(label, shard, output)
         check_sizes(label, self, output, shard)
-        return self._all_gather_into_tensor(label, output, shard, async_op)
+        return _ended(self._all_gather_into_tensor(label, output, shard, async_op), async_op)
 
     @_compat.outside_of_modes
     def reduce_scatter_tensor(
         self,
-        output: torch.Tensor,
-        full: torch.Tensor,
+        output: Tensor,
+        full: Tensor,
         op: ReduceOp,
         *,
         accumulate: torch.dtype | None = None,
@@ -106,23 +104,21 @@ class Communicator:
         """`output` (n elements) becomes segment `rank` of `full` (size * n elements), reduced over ranks.
 
         Three dtypes: ranks send values in that of `full`, sum them in `accumulate` (default: ``accumulate_dtype`` of
-        `full`), and store the result in that of `output`.
-
-        Args:
-            label: the name of the values. In shared memory, where the comparison is free, ranks that reduce values of
-                different names at the same time raise. Elsewhere it is part of messages.
+        `full`), and store the result in that of `output`. `label` names the values: in shared memory, where the
+        comparison is free, ranks that reduce values of different names at the same time raise. Elsewhere it is part of
+        messages.
         """
         label = _reduction_label(label, "reduce_scatter_tensor", op, full, accumulate)
         self._check(label, full)
         self._check(label, written=[output])  # may have another dtype
         check_sizes(label, self, full, output)
         reduction = self._reduction(label, op, full, accumulate)
-        return self._reduce_scatter_tensor(label, output, full, reduction, async_op)
+        return _ended(self._reduce_scatter_tensor(label, output, full, reduction, async_op), async_op)
 
     @_compat.outside_of_modes
     def all_reduce(
         self,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         op: ReduceOp,
         *,
         accumulate: torch.dtype | None = None,
@@ -132,24 +128,25 @@ class Communicator:
         """`tensor` becomes its reduction over all ranks, bitwise the same on each. See ``reduce_scatter_tensor``."""
         label = _reduction_label(label, "all_reduce", op, tensor, accumulate)
         self._check(label, written=[tensor])
-        return self._all_reduce(label, tensor, self._reduction(label, op, tensor, accumulate), async_op)
+        reduction = self._reduction(label, op, tensor, accumulate)
+        return _ended(self._all_reduce(label, tensor, reduction, async_op), async_op)
 
     @_compat.outside_of_modes
-    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None:
+    def broadcast(self, tensor: Tensor, src: int, *, async_op: bool = False) -> Work | None:
         """`tensor` becomes the tensor of rank `src`."""
         label = f"broadcast from {src} of {describe(tensor)}"
         self._check(label, written=[tensor])
         check_peer(label, self, src)
-        return self._broadcast(label, tensor, src, async_op)
+        return _ended(self._broadcast(label, tensor, src, async_op), async_op)
 
     @_compat.outside_of_modes
-    def all_gather(self, outputs: Tensors, tensor: torch.Tensor, *, async_op: bool = False) -> Work | None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, *, async_op: bool = False) -> Work | None:
         """`outputs[i]` becomes rank i's `tensor`. Ranks may contribute different numbers of elements, also none."""
         label = f"all_gather of {tensor.dtype}"
         check_list(label, self, "outputs", outputs)
         self._check(label, tensor, written=outputs)
         check_same_numel(label, self, outputs[self.rank], tensor)
-        return self._all_gather(label, outputs, tensor, async_op)
+        return _ended(self._all_gather(label, outputs, tensor, async_op), async_op)
 
     @_compat.outside_of_modes
     def all_to_all(self, outputs: Tensors, inputs: Tensors, *, async_op: bool = False) -> Work | None:
@@ -159,10 +156,10 @@ class Communicator:
         label = f"all_to_all of {inputs[0].dtype}"
         self._check(label, *inputs, written=outputs)
         check_same_numel(label, self, outputs[self.rank], inputs[self.rank])
-        return self._exchange(label, outputs, inputs, async_op)
+        return _ended(self._exchange(label, outputs, inputs, async_op), async_op)
 
     @_compat.outside_of_modes
-    def gather(self, outputs: Tensors | None, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Work | None:
+    def gather(self, outputs: Tensors | None, tensor: Tensor, dst: int, *, async_op: bool = False) -> Work | None:
         """`outputs[i]` on rank `dst` becomes rank i's `tensor`; `outputs` is None elsewhere. Sizes may differ."""
         label = f"gather to {dst} of {tensor.dtype}"
         check_peer(label, self, dst)
@@ -172,10 +169,10 @@ class Communicator:
             self._check(label, tensor, written=outputs)
             check_same_numel(label, self, outputs[dst], tensor)
         received = outputs if self.rank == dst else [None] * self.size
-        return self._exchange(label, received, self._only(dst, tensor), async_op)
+        return _ended(self._exchange(label, received, self._only(dst, tensor), async_op), async_op)
 
     @_compat.outside_of_modes
-    def scatter(self, output: torch.Tensor, inputs: Tensors | None, src: int, *, async_op: bool = False) -> Work | None:
+    def scatter(self, output: Tensor, inputs: Tensors | None, src: int, *, async_op: bool = False) -> Work | None:
         """`output` becomes ``inputs[rank]`` of rank `src`; `inputs` is None elsewhere. Sizes may differ."""
         label = f"scatter from {src} of {output.dtype}"
         check_peer(label, self, src)
@@ -185,22 +182,18 @@ class Communicator:
             self._check(label, output, *inputs)
             check_same_numel(label, self, output, inputs[src])
         sent = inputs if self.rank == src else [None] * self.size
-        return self._exchange(label, self._only(src, output), sent, async_op)
+        return _ended(self._exchange(label, self._only(src, output), sent, async_op), async_op)
 
     @_compat.outside_of_modes
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait for all ranks."""
-        return self._barrier(async_op)
+        return _ended(self._barrier(async_op), async_op)
 
     @_compat.outside_of_modes
     def labelled_barrier(self, label: str, flag: bool = False) -> bool:
-        """Wait for all ranks, and raise on each of them, naming both labels, if one has another label.
+        """Wait for all ranks, and return whether any has set `flag`.
 
-        Returns:
-            Whether any rank has set `flag`.
-
-        Raises:
-            CommunicationError: the labels differ.
+        All raise a ``CommunicationError`` that names both labels if one has another label.
         """
         return self._labelled_barrier(label, flag) if self.size > 1 else flag
 
@@ -227,61 +220,61 @@ class Communicator:
             )
         return self._subgroup(members)
 
-    # What transports implement
+    # What transports implement. After the label come these arguments, and `async_op`. None: the result may be used.
 
-    def _alloc(self, numel: int, dtype: torch.dtype, gathered: bool) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self.device)
+    _all_gather_into_tensor: Callable[..., Work | None]  # output, shard
+    _reduce_scatter_tensor: Callable[..., Work | None]  # output, full, reduction
+    _all_reduce: Callable[..., Work | None]  # tensor, reduction
+    _broadcast: Callable[..., Work | None]  # tensor, src
+    _exchange: Callable[..., Work | None]
+    """`outputs[i]` becomes ``inputs[rank]`` of rank i. None: the pair of ranks exchanges nothing this way."""
 
-    def _all_gather_into_tensor(
-        self, label: str, output: torch.Tensor, shard: torch.Tensor, async_op: bool
-    ) -> Work | None:
-        raise NotImplementedError
-
-    def _reduce_scatter_tensor(
-        self, label: str, output: torch.Tensor, full: torch.Tensor, reduction: Reduction, async_op: bool
-    ) -> Work | None:
-        raise NotImplementedError
-
-    def _all_reduce(self, label: str, tensor: torch.Tensor, reduction: Reduction, async_op: bool) -> Work | None:
-        raise NotImplementedError
-
-    def _broadcast(self, label: str, tensor: torch.Tensor, src: int, async_op: bool) -> Work | None:
-        raise NotImplementedError
-
-    def _all_gather(self, label: str, outputs: Tensors, tensor: torch.Tensor, async_op: bool) -> Work | None:
+    def _all_gather(self, label: str, outputs: Tensors, tensor: Tensor, async_op: bool) -> Work | None:
         return self._exchange(label, outputs, [tensor] * self.size, async_op)
 
-    def _exchange(self, label: str, outputs: OptionalTensors, inputs: OptionalTensors, async_op: bool) -> Work | None:
-        """`outputs[i]` becomes ``inputs[rank]`` of rank i. None: the pair of ranks exchanges nothing this way."""
-        raise NotImplementedError
+    # Others have no label, or complete before they return
 
-    def _barrier(self, async_op: bool) -> Work | None:
-        raise NotImplementedError
+    _barrier: Callable[[bool], Work | None]
+    _labelled_barrier: Callable[[str, bool], bool]
+    _all_gather_object: Callable[[Any], list[Any]]
+    _broadcast_object: Callable[[Any, int], Any]
+    _subgroup: Callable[[list[int]], Communicator]
 
-    def _labelled_barrier(self, label: str, flag: bool) -> bool:
-        raise NotImplementedError
+    def _alloc(self, numel: int, dtype: torch.dtype, gathered: bool) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
-    def _all_gather_object(self, value: Any) -> list[Any]:
-        raise NotImplementedError
+    def _check(self, label: str, *tensors: Tensor, written: Tensors = ()) -> None:
+        """Raise unless all are contiguous tensors of one dtype on `device`, and may be read, and written to."""
+        where, given = f"{label} on rank {self.rank} of {self.size}", (*tensors, *written)
+        for tensor in given:
+            if not isinstance(tensor, Tensor):
+                raise CommunicationError(f"{where}: expected tensors, got {type(tensor).__name__}")
+            if tensor.device.type != self.device.type:
+                raise CommunicationError(
+                    f"{where}: the tensor is on {tensor.device}, this communicator works on {self.device.type}; "
+                    f"move it with .to({self.device.type!r})"
+                )
+            if tensor.layout is not torch.strided or not tensor.is_contiguous():
+                layout = tensor.layout if tensor.layout is not torch.strided else f"stride {tensor.stride()}"
+                raise CommunicationError(
+                    f"{where}: the tensor of shape {tuple(tensor.shape)} is not contiguous ({layout})"
+                )
+            if tensor.dtype != given[0].dtype:
+                raise CommunicationError(f"{where}: the tensors differ in dtype: {given[0].dtype} and {tensor.dtype}")
 
-    def _broadcast_object(self, value: Any, src: int) -> Any:
-        raise NotImplementedError
-
-    def _subgroup(self, ranks: list[int]) -> Communicator:
-        raise NotImplementedError
-
-    def _check(self, label: str, *tensors: torch.Tensor, written: Tensors = ()) -> None:
-        """Raise unless this transport can read all of these tensors, and write to `written`."""
-        check_tensors(label, self, *tensors, *written)
-
-    def _reduction(self, label: str, op: ReduceOp, tensor: torch.Tensor, accumulate: torch.dtype | None) -> Reduction:
+    def _reduction(self, label: str, op: ReduceOp, tensor: Tensor, accumulate: torch.dtype | None) -> Reduction:
         problem = refuse_op(op, tensor.dtype)
         if problem:
             raise CommunicationError(f"{label} on rank {self.rank}: {problem}")
         return Reduction(op, accumulate or accumulate_dtype(tensor.dtype, op), self.size)
 
-    def _only(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor | None]:
+    def _only(self, rank: int, tensor: Tensor) -> list[Tensor | None]:
         return [tensor if other == rank else None for other in range(self.size)]
+
+
+def _ended(work: Work | None, async_op: bool) -> Work | None:
+    """Return what a call of a collective returns; a transport that has completed it returns no work."""
+    return work or (Finished() if async_op else None)
 
 
 class Grid:
@@ -316,31 +309,31 @@ class Grid:
         self._outer.broadcast(tensor, row)
 
 
-def segment(full: torch.Tensor, comm: Communicator) -> torch.Tensor:
+def segment(full: Tensor, comm: Communicator) -> Tensor:
     """Return this rank's part of a 1-D tensor of ``comm.size`` equal parts, as a view."""
     numel = full.numel() // comm.size
     return full[comm.rank * numel : (comm.rank + 1) * numel]
 
 
-def describe(tensor: torch.Tensor) -> str:
+def describe(tensor: Tensor) -> str:
     """Describe a tensor in messages."""
     return f"{tensor.numel()} x {tensor.dtype}"
 
 
-def _reduction_label(label: str, operation: str, op: str, tensor: torch.Tensor, accumulate: torch.dtype | None) -> str:
+def _reduction_label(label: str, operation: str, op: str, tensor: Tensor, accumulate: torch.dtype | None) -> str:
     prefix = f"{label}: " if label else ""
     return f"{prefix}{operation}({op}) of {describe(tensor)}" + (f" in {accumulate}" if accumulate else "")
 
 
-def check_sizes(operation: str, comm: Communicator, full: torch.Tensor, shard: torch.Tensor) -> None:
+def check_sizes(operation: str, comm: Communicator, full: Tensor, shard: Tensor) -> None:
     """Raise unless `full` has `size` times the elements of `shard`, and `shard` is not another rank's segment of it."""
     if full.numel() != comm.size * shard.numel():
         raise CommunicationError(
             f"{operation} on rank {comm.rank} of {comm.size}: the full tensor has {full.numel()} elements, the shard "
             f"{shard.numel()}; it must have {comm.size} times the shard's"
         )
-    begin, end = _span(full)
-    first, last = _span(shard)
+    begin, first = full.data_ptr(), shard.data_ptr()
+    end, last = begin + full.nbytes, first + shard.nbytes
     mine = begin + comm.rank * (end - begin) // comm.size
     if first < end and begin < last and (first != mine or last - first != (end - begin) // comm.size):
         raise CommunicationError(
@@ -349,35 +342,12 @@ def check_sizes(operation: str, comm: Communicator, full: torch.Tensor, shard: t
         )
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    begin = tensor.data_ptr()
-    return begin, begin + tensor.numel() * tensor.element_size()
-
-
-def check_same_numel(operation: str, comm: Communicator, output: torch.Tensor, given: torch.Tensor) -> None:
+def check_same_numel(operation: str, comm: Communicator, output: Tensor, given: Tensor) -> None:
     """Raise unless a rank's output for itself has the size of its input for itself."""
     if output.numel() != given.numel():
         raise CommunicationError(
             f"{operation} on rank {comm.rank}: its own output has {output.numel()} elements, its input {given.numel()}"
         )
-
-
-def check_tensors(operation: str, comm: Communicator, *tensors: torch.Tensor) -> None:
-    """Raise unless all are contiguous tensors of one dtype on the device of the communicator."""
-    for tensor in tensors:
-        where = f"{operation} on rank {comm.rank} of {comm.size}"
-        if not isinstance(tensor, torch.Tensor):
-            raise CommunicationError(f"{where}: expected tensors, got {type(tensor).__name__}")
-        if tensor.device.type != comm.device.type:
-            raise CommunicationError(
-                f"{where}: the tensor is on {tensor.device}, this communicator works on {comm.device.type}; move it "
-                f"with .to({comm.device.type!r})"
-            )
-        if tensor.layout is not torch.strided or not tensor.is_contiguous():
-            layout = tensor.layout if tensor.layout is not torch.strided else f"stride {tensor.stride()}"
-            raise CommunicationError(f"{where}: the tensor of shape {tuple(tensor.shape)} is not contiguous ({layout})")
-        if tensor.dtype != tensors[0].dtype:
-            raise CommunicationError(f"{where}: the tensors differ in dtype: {tensors[0].dtype} and {tensor.dtype}")
 
 
 def check_peer(operation: str, comm: Communicator, peer: int) -> None:

@@ -19,13 +19,10 @@ Extent = int | Literal["nodes", "node"] | None
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Named dimensions over all ranks.
+    """Named dimensions over all ranks, the outermost first, and the ranks in row-major order.
 
-    Attributes:
-        names: of the dimensions, the outermost first.
-        shape: ranks along each dimension; the product is the number of all ranks.
-        ranks: all ranks in row-major order. With more than one dimension they run through one node after the other,
-            so that the last dimensions are within nodes wherever their product divides the ranks of a node.
+    With more than one dimension they run through one node after the other, so that the last dimensions are within nodes
+    wherever their product divides the ranks of a node.
     """
 
     names: tuple[str, ...]
@@ -40,19 +37,23 @@ class MeshPlan:
 
 
 def plan_mesh(topology: Topology, dimensions: Mapping[str, Extent]) -> MeshPlan:
-    """Return the mesh with these dimensions on these nodes.
-
-    Args:
-        dimensions: name -> number of ranks along it, the outermost first. "nodes": the number of nodes; "node": the
-            ranks of a node; None, for one dimension at most: all remaining ranks.
-
-    Raises:
-        LaunchError: the product is not the number of ranks, "nodes" or "node" is given for nodes of different sizes or
-            in the wrong order, or an extent is not a positive number.
-    """
+    """Return the mesh with these dimensions on these nodes, or raise a LaunchError. See ``World.mesh``."""
     if not dimensions:
         raise LaunchError("a mesh needs at least one dimension, for example shard=None")
-    known = _numbers(topology, dimensions)
+    known: dict[str, int | None] = {}  # with numbers in place of "node" and "nodes"
+    for name, extent in dimensions.items():
+        if extent in ("nodes", "node"):
+            if topology.ranks_per_node is None:
+                sizes = [len(node) for node in topology.nodes]
+                raise LaunchError(
+                    f"mesh dimension {name}={extent!r} needs nodes of one size, but they hold {sizes} ranks: start the "
+                    "same number on each (srun --ntasks-per-node), or give numbers"
+                )
+            known[name] = topology.num_nodes if extent == "nodes" else topology.ranks_per_node
+        elif extent is None or (isinstance(extent, int) and not isinstance(extent, bool) and extent >= 1):
+            known[name] = extent
+        else:
+            raise LaunchError(f"mesh dimension {name}={extent!r}: give a positive number, 'nodes', 'node' or None")
     written = " x ".join(f"{name}={'?' if extent is None else extent}" for name, extent in known.items())
     open_names = [name for name, extent in known.items() if extent is None]
     if len(open_names) > 1:
@@ -93,25 +94,6 @@ def _ordered(topology: Topology, names: tuple[str, ...], shape: tuple[int, ...],
             "start them block by block (srun --distribution=block)"
         )
     return MeshPlan(names, shape, tuple(range(topology.size)))  # no line could be within a node anyway
-
-
-def _numbers(topology: Topology, dimensions: Mapping[str, Extent]) -> dict[str, int | None]:
-    """Return the dimensions with numbers in place of "node" and "nodes"."""
-    known: dict[str, int | None] = {}
-    for name, extent in dimensions.items():
-        if extent in ("nodes", "node"):
-            if topology.ranks_per_node is None:
-                sizes = [len(node) for node in topology.nodes]
-                raise LaunchError(
-                    f"mesh dimension {name}={extent!r} needs nodes of one size, but they hold {sizes} ranks: start the "
-                    "same number on each (srun --ntasks-per-node), or give numbers"
-                )
-            known[name] = topology.num_nodes if extent == "nodes" else topology.ranks_per_node
-        elif extent is None or (isinstance(extent, int) and not isinstance(extent, bool) and extent >= 1):
-            known[name] = extent
-        else:
-            raise LaunchError(f"mesh dimension {name}={extent!r}: give a positive number, 'nodes', 'node' or None")
-    return known
 
 
 @_compat.outside_of_modes

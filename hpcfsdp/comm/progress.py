@@ -45,13 +45,6 @@ class Condition(Protocol):
         """Return the ranks that have not arrived yet."""
 
 
-class Owner(Protocol):
-    """The communicator, or another object, that has begun a collective."""
-
-    def departed(self) -> set[int]:
-        """Return the ranks that are known to have left the program."""
-
-
 class Sent:
     """The last ``Condition`` of a collective that has written its outputs: that others have read its inputs."""
 
@@ -63,9 +56,12 @@ Steps = Generator[Condition, None, None]
 
 
 class Running:
-    """A collective in progress. See ``Work`` in communicator.py."""
+    """A collective in progress. See ``Work`` in communicator.py.
 
-    def __init__(self, steps: Steps, label: str, rank: int, timeout_s: float, owner: Owner, number: Any = None) -> None:
+    Its `owner`, the communicator or another object, has a method `departed`: the ranks that have left the program.
+    """
+
+    def __init__(self, steps: Steps, label: str, rank: int, timeout_s: float, owner: Any, number: Any = None) -> None:
         self.label = label
         self.owner = owner
         self.number = number
@@ -102,11 +98,9 @@ class Running:
         return self._error is not None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the collective is complete.
+        """Return when the collective is complete. Raises if it failed, or took longer than `timeout_s`.
 
-        Raises:
-            CommunicationError: the collective failed, or it took longer than `timeout_s` (default: that of the
-                communicator).
+        The default is the timeout of the communicator.
         """
         if not self.done:
             self._wait(self._timeout_s if timeout_s is None else timeout_s, firm=timeout_s is None)
@@ -125,7 +119,10 @@ class Running:
     def _raise(self) -> None:
         self._error_is_raised = True
         if self._error is not None:
-            raise _within_call(self._error)
+            call, text = calls.current(), self._error.args
+            if isinstance(self._error, CommunicationError) and call not in text[0]:
+                self._error.args = (f"{call}: {text[0]}",)
+            raise self._error
 
     def __del__(self) -> None:
         if self.done and self._error is not None and not self._error_is_raised:
@@ -219,10 +216,9 @@ class Running:
         self._give_up(lambda missing: f"waited {waited_s:.0f} s for {named(missing)}: {text}", HangError)
 
     def _check_departed(self) -> None:
-        departed = self.owner.departed()
-        if departed:
+        if departed := self.owner.departed():
             self._advance()  # what they sent before they left
-            self._give_up(lambda missing: _left(departed & set(missing)))
+            self._give_up(functools.partial(_left, departed))
 
     def _give_up(
         self, reason: Callable[[Sequence[int]], str | None], kind: type[CommunicationError] = CommunicationError
@@ -235,16 +231,9 @@ class Running:
                 self._finish(kind(where + why))
 
 
-def _left(ranks: set[int]) -> str | None:
+def _left(departed: set[int], missing: Sequence[int]) -> str | None:
+    ranks = departed.intersection(missing)
     return f"{named(sorted(ranks))} left the program without taking part" if ranks else None
-
-
-def _within_call(error: BaseException) -> BaseException:
-    """Return the error with the public call of this rank."""
-    call = calls.current()
-    if isinstance(error, CommunicationError) and call not in error.args[0]:
-        error.args = (f"{call}: {error.args[0]}",)
-    return error
 
 
 def _timed_out(timeout_s: float, long_wait: LongWait | None, missing: Sequence[int]) -> str:
@@ -264,11 +253,6 @@ class Finished:
 
     def is_completed(self) -> bool:
         return True
-
-
-def finished(async_op: bool) -> Finished | None:
-    """Return what a collective that is complete returns."""
-    return Finished() if async_op else None
 
 
 _in_progress: list[Running] = []
@@ -292,7 +276,7 @@ def advance_all() -> None:
 
 
 def run(
-    steps: Steps, label: str, rank: int, timeout_s: float, async_op: bool, owner: Owner, number: Any = None
+    steps: Steps, label: str, rank: int, timeout_s: float, async_op: bool, owner: Any, number: Any = None
 ) -> Running | None:
     """Begin a collective of `owner`, with its `number` there, and complete it unless `async_op`."""
     work = Running(steps, label, rank, timeout_s, owner, number)
@@ -303,11 +287,7 @@ def run(
 
 
 def complete(owner: object) -> None:
-    """Complete all collectives of `owner` in progress. Receives without a message time out at once.
-
-    Raises:
-        CommunicationError: that of the first collective that failed.
-    """
+    """Complete all collectives of `owner` in progress, and raise the first error. Receives without a message end."""
     errors = []
     for work in tuple(_in_progress):
         if work.owner is owner:

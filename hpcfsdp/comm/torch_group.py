@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hpcfsdp import _compat, accelerator, env, timeline
 from hpcfsdp.comm.backend.process_group import is_mpi_group
 from hpcfsdp.comm.communicator import Communicator
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.comm.progress import Finished, finished
 from hpcfsdp.comm.reduce import OptionalTensors, Reduction, Tensors, divide_, reduce_rows
 from hpcfsdp.errors import DifferentCallsError
 from hpcfsdp.hang import events
@@ -50,13 +50,10 @@ class TorchGroupCommunicator(Communicator):
 
     @_compat.outside_of_modes
     def divide(self, nodes: Topology) -> None:
-        """Make averages of narrow values within nodes first, and then across them. Collective over the group.
+        """Make averages of narrow values within the nodes of these ranks first. Collective over the group.
 
         Each node sends the bytes of one rank, as with a ring. Without this it sends those of all of its ranks. Nodes
         of different sizes change nothing.
-
-        Args:
-            nodes: of these ranks.
         """
         if nodes.num_nodes == 1 or nodes.ranks_per_node in (1, None):
             return
@@ -78,12 +75,25 @@ class TorchGroupCommunicator(Communicator):
         return f"TorchGroupCommunicator({dist.get_backend(self.group)}, rank={self.rank}, size={self.size})"
 
     def gathering_memory(self) -> contextlib.AbstractContextManager[Any]:
-        return _registered_memory(self.group, self.device)
+        """Return a context in which device memory is registered with the group; nothing without the option.
 
-    def _barrier(self, async_op: bool) -> _Work | Finished | None:
+        NCCL copies between a tensor and buffers of its own, unless the tensor's memory comes from NCCL's allocator and
+        is registered with the group. Collective over the group, if that has sent nothing yet.
+        """
+        if not env.registered_memory():
+            return contextlib.nullcontext()
+        if self.group not in _pools:
+            _pools[self.group] = _compat.registered_pool(self.group, self.device)
+            if _pools[self.group] is None:
+                backend = dist.get_backend(self.group)
+                log.warning("%s has no registered memory: HPCFSDP_REGISTERED_MEMORY=1 has no effect", backend)
+        pool = _pools[self.group]
+        return contextlib.nullcontext() if pool is None else accelerator.allocating_from(pool, self.device)
+
+    def _barrier(self, async_op: bool) -> _Work | None:
         events.ring.note(events.BEGIN, "barrier")
         with timeline.waiting("barrier"):
-            return _ended(dist.barrier(self.group, async_op), async_op)
+            return _ended(dist.barrier(self.group, async_op))
 
     def _labelled_barrier(self, label: str, flag: bool) -> bool:
         digest = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=7).digest(), "little")
@@ -108,21 +118,19 @@ class TorchGroupCommunicator(Communicator):
         dist.broadcast_object_list(holder, group_src=src, group=self.group)
         return holder[0]
 
-    def _all_gather_into_tensor(
-        self, label: str, output: torch.Tensor, shard: torch.Tensor, async_op: bool
-    ) -> _Work | Finished | None:
+    def _all_gather_into_tensor(self, label: str, output: Tensor, shard: Tensor, async_op: bool) -> _Work | None:
         events.ring.note(events.BEGIN, label)
-        return _ended(_compat.all_gather_single(_bytes(output), _bytes(shard), self.group, async_op), async_op)
+        return _ended(_compat.all_gather_single(_bytes(output), _bytes(shard), self.group, async_op))
 
     def _reduce_scatter_tensor(
-        self, label: str, output: torch.Tensor, full: torch.Tensor, reduction: Reduction, async_op: bool
-    ) -> _Work | Finished | None:
+        self, label: str, output: Tensor, full: Tensor, reduction: Reduction, async_op: bool
+    ) -> _Work | None:
         events.ring.note(events.BEGIN, label)
         output, sent, accumulate = output.detach().view(-1), full.detach().view(-1), reduction.accumulate
         if full.dtype == accumulate and accumulate in _NATIVE_DTYPES and reduction.op in _NATIVE_OPS:
             total = output if output.dtype == accumulate else torch.empty_like(output, dtype=accumulate)
             work = _compat.reduce_scatter_single(total, sent, _NATIVE_OPS[reduction.op], self.group, async_op)
-            return _ended(work, async_op, lambda: _store(total, output, reduction))
+            return _ended(work, lambda: _store(total, output, reduction))
         # Ranks send values in their own dtype, and sum them here in another: no more bytes than a sum on the way.
         if self._lines is not None and reduction.op == "average":
             within, across = self._lines
@@ -130,44 +138,36 @@ class TorchGroupCommunicator(Communicator):
             of_node = torch.empty_like(by_place[: across.size])
             within._reduce_scatter_tensor(label, of_node, by_place, replace(reduction, size=within.size), False)
             across._reduce_scatter_tensor(label, output, of_node, replace(reduction, size=across.size), False)
-            return finished(async_op)
+            return None
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(_bytes(received), _bytes(sent), group=self.group, async_op=async_op)
-        return _ended(work, async_op, lambda: reduce_rows(output, received.view(self.size, -1), reduction))
+        return _ended(work, lambda: reduce_rows(output, received.view(self.size, -1), reduction))
 
-    def _all_reduce(
-        self, label: str, tensor: torch.Tensor, reduction: Reduction, async_op: bool
-    ) -> _Work | Finished | None:
+    def _all_reduce(self, label: str, tensor: Tensor, reduction: Reduction, async_op: bool) -> _Work | None:
         events.ring.note(events.BEGIN, label)
         flat, native = tensor.detach().view(-1), _NATIVE_DTYPES | {torch.float16, torch.bfloat16}
         if accelerator.is_accelerator(self.device) and tensor.dtype.itemsize < reduction.accumulate.itemsize:
-            self._all_reduce_narrow(label, flat, reduction)
-            return finished(async_op)
+            # No backend sends values in their own dtype and sums them in another.
+            numel = -(-flat.numel() // self.size)
+            padded, mine = flat.new_zeros(self.size * numel), flat.new_empty(numel)
+            padded[: flat.numel()].copy_(flat)
+            self._reduce_scatter_tensor(label, mine, padded, reduction, False)
+            self._all_gather_into_tensor(label, padded, mine, False)
+            flat.copy_(padded[: flat.numel()])
+            return None
         if tensor.dtype in native and reduction.accumulate in _NATIVE_DTYPES and reduction.op in _NATIVE_OPS:
             total = flat.to(reduction.accumulate)
             work = dist.all_reduce(total, _NATIVE_OPS[reduction.op], self.group, async_op)
-            return _ended(work, async_op, lambda: _store(total, flat, reduction))
+            return _ended(work, lambda: _store(total, flat, reduction))
         gathered = flat.new_empty(self.size * flat.numel())
         work = _compat.all_gather_single(_bytes(gathered), _bytes(flat), self.group, async_op)
-        return _ended(work, async_op, lambda: reduce_rows(flat, gathered.view(self.size, -1), reduction))
+        return _ended(work, lambda: reduce_rows(flat, gathered.view(self.size, -1), reduction))
 
-    def _all_reduce_narrow(self, label: str, flat: torch.Tensor, reduction: Reduction) -> None:
-        """All-reduce values that are sent in their own dtype and summed in another. No backend does that."""
-        numel = -(-flat.numel() // self.size)
-        padded = flat.new_zeros(self.size * numel)
-        padded[: flat.numel()].copy_(flat)
-        mine = flat.new_empty(numel)
-        self._reduce_scatter_tensor(label, mine, padded, reduction, False)
-        self._all_gather_into_tensor(label, padded, mine, False)
-        flat.copy_(padded[: flat.numel()])
-
-    def _broadcast(self, label: str, tensor: torch.Tensor, src: int, async_op: bool) -> _Work | Finished | None:
+    def _broadcast(self, label: str, tensor: Tensor, src: int, async_op: bool) -> _Work | None:
         events.ring.note(events.BEGIN, label)
-        return _ended(dist.broadcast(_bytes(tensor), group_src=src, group=self.group, async_op=async_op), async_op)
+        return _ended(dist.broadcast(_bytes(tensor), group_src=src, group=self.group, async_op=async_op))
 
-    def _all_gather(
-        self, label: str, outputs: Tensors, tensor: torch.Tensor, async_op: bool
-    ) -> _Work | Finished | None:
+    def _all_gather(self, label: str, outputs: Tensors, tensor: Tensor, async_op: bool) -> _Work | None:
         events.ring.note(events.BEGIN, label)
         # Backends gather equal parts: pad to the largest.
         largest = max(output.numel() for output in outputs)
@@ -180,11 +180,9 @@ class TorchGroupCommunicator(Communicator):
             for output, part in zip(outputs, gathered.view(self.size, -1), strict=True):
                 output.detach().view(-1).copy_(part[: output.numel()])
 
-        return _ended(work, async_op, store)
+        return _ended(work, store)
 
-    def _exchange(
-        self, label: str, outputs: OptionalTensors, inputs: OptionalTensors, async_op: bool
-    ) -> _Work | Finished | None:
+    def _exchange(self, label: str, outputs: OptionalTensors, inputs: OptionalTensors, async_op: bool) -> _Work | None:
         events.ring.note(events.BEGIN, label)
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         received_parts, sent_parts = ([nothing if t is None else _bytes(t) for t in side] for side in (outputs, inputs))
@@ -197,14 +195,18 @@ class TorchGroupCommunicator(Communicator):
             for output, part in zip(received_parts, received.split(received_bytes), strict=True):
                 output.copy_(part)
 
-        return _ended(work, async_op, store)
+        return _ended(work, store)
 
     def _subgroup(self, ranks: list[int]) -> TorchGroupCommunicator:
         members = [dist.get_global_rank(self.group, rank) for rank in ranks]
         return TorchGroupCommunicator(_compat.new_group_of(members, dist.get_backend(self.group)), self.device)
 
 
-def _store(total: torch.Tensor, output: torch.Tensor, reduction: Reduction) -> None:
+_pools: weakref.WeakKeyDictionary[dist.ProcessGroup, Any | None] = weakref.WeakKeyDictionary()
+"""Registered memory, for each group: it is registered with one communicator."""
+
+
+def _store(total: Tensor, output: Tensor, reduction: Reduction) -> None:
     divide_(total, reduction.divisor)
     if total is not output:
         output.copy_(total)
@@ -233,42 +235,18 @@ class _Work:
         return True
 
 
-def _ended(
-    work: dist.Work | None, async_op: bool, finish: Callable[[], None] = lambda: None
-) -> _Work | Finished | None:
+def _ended(work: dist.Work | None, finish: Callable[[], None] = lambda: None) -> _Work | None:
     """Return the result of the call of a collective for which torch.distributed has returned `work`."""
     if work is not None:
         return _Work(work, finish)
     with torch.no_grad():
-        finish()
-    return finished(async_op)  # a group that this rank is alone in, for example
+        finish()  # also without the work of an ``async_op``: a group that this rank is alone in, for example
+    return None
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a tensor of any dtype."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-_pools: weakref.WeakKeyDictionary[dist.ProcessGroup, Any | None] = weakref.WeakKeyDictionary()
-"""One for each group: memory is registered with one communicator."""
-
-
-def _registered_memory(group: dist.ProcessGroup, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which device memory is registered with a group; nothing without the option.
-
-    NCCL copies between a tensor and buffers of its own, unless the tensor's memory comes from NCCL's allocator and is
-    registered with the group. Collective over `group`, if that has sent nothing yet.
-    """
-    if not env.registered_memory():
-        return contextlib.nullcontext()
-    if group not in _pools:
-        _pools[group] = _compat.registered_pool(group, device)
-        if _pools[group] is None:
-            log.warning(
-                "%s has no registered memory: HPCFSDP_REGISTERED_MEMORY=1 has no effect", dist.get_backend(group)
-            )
-    pool = _pools[group]
-    return contextlib.nullcontext() if pool is None else accelerator.allocating_from(pool, device)
 
 
 _default: Communicator | None = None
@@ -291,27 +269,21 @@ def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required
         group: a process group of torch.distributed, a communicator, or None for the world.
         required: raise where there is no world yet; otherwise the communicator has this process alone.
     """
-    if isinstance(group, dist.ProcessGroup):
-        return _over(group)
-    if group is not None:
-        if not isinstance(group, Communicator):
-            raise TypeError(
-                "process_group must be a torch.distributed ProcessGroup or an hpcfsdp Communicator, not "
-                f"{type(group).__name__}"
+    if group is None:
+        if _default is not None:
+            return _default
+        if not dist.is_initialized() and required:
+            raise RuntimeError(
+                "there is no process group yet: call hpcfsdp.init() first (or torch.distributed.init_process_group)"
             )
+        group = dist.group.WORLD if dist.is_initialized() else FakeCommunicator()
+    if isinstance(group, Communicator):
         return group
-    if _default is not None:
-        return _default
-    if dist.is_initialized():
-        return communicator_for(dist.group.WORLD, required=required)
-    if required:
-        raise RuntimeError(
-            "there is no process group yet: call hpcfsdp.init() first (or torch.distributed.init_process_group)"
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "process_group must be a torch.distributed ProcessGroup or an hpcfsdp Communicator, not "
+            f"{type(group).__name__}"
         )
-    return FakeCommunicator()
-
-
-def _over(group: dist.ProcessGroup) -> Communicator:
     if is_mpi_group(group):
         staged = _default is not None and accelerator.is_accelerator(_default.device)
         return TorchGroupCommunicator(group, _default.device) if staged else group.communicator

@@ -74,7 +74,7 @@ def test_a_backend_without_such_memory_is_named_once(group, monkeypatch, caplog)
     monkeypatch.setattr(torch_group, "_pools", {})
     with caplog.at_level(logging.WARNING, "hpcfsdp.comm"):
         for _ in range(2):
-            with torch_group._registered_memory(group, SIM):
+            with TorchGroupCommunicator(group, SIM).gathering_memory():
                 torch.empty(3, device=SIM)
     assert [record.getMessage() for record in caplog.records] == [
         "simccl has no registered memory: HPCFSDP_REGISTERED_MEMORY=1 has no effect"

@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from torch import nn
 
-from hpcfsdp.comm.communicator import Communicator, check_list, check_tensors
+from hpcfsdp.comm.communicator import Communicator, check_list
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.comm.reduce import accumulate_dtype
 from hpcfsdp.errors import CommunicationError
@@ -83,13 +83,13 @@ class ThreadComm(Communicator):
 
     def all_gather(self, outputs, tensor, *, async_op=False):
         check_list("all_gather", self, "outputs", outputs)
-        check_tensors("all_gather", self, tensor, *outputs)
+        self._check("all_gather", tensor, written=outputs)
         return self._arrive(outputs, self._exchange(tensor.detach().clone()), async_op)
 
     def all_to_all(self, outputs, inputs, *, async_op=False):
         check_list("all_to_all", self, "outputs", outputs)
         check_list("all_to_all", self, "inputs", inputs)
-        check_tensors("all_to_all", self, *inputs, *outputs)
+        self._check("all_to_all", *inputs, written=outputs)
         sent = self._exchange([tensor.detach().clone() for tensor in inputs])
         return self._arrive(outputs, [of_rank[self.rank] for of_rank in sent], async_op)
 

@@ -14,9 +14,10 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hpcfsdp import accelerator, env
-from hpcfsdp.comm.backend.group_work import GroupWork, HostTensors, is_sparse
+from hpcfsdp.comm.backend.group_work import GroupWork, is_sparse
 from hpcfsdp.comm.progress import run
 from hpcfsdp.comm.reduce import Tensors
 from hpcfsdp.errors import CommunicationError, LaunchError
@@ -232,14 +233,10 @@ class MpiProcessGroup(dist.ProcessGroup):
     # Collectives. torch's C++ code calls some of these, its Python code others. The names are torch's.
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
-        hosts = HostTensors(outputs=tensors, in_place=True, op=dist.ReduceOp.SUM if opts is None else opts.reduceOp)
+        work = GroupWork(outputs=tensors, in_place=True, op=dist.ReduceOp.SUM if opts is None else opts.reduceOp)
         comm = self.communicator
-        return hosts.work(
-            [
-                (comm.all_reduce_sparse if is_sparse(tensor) else comm.all_reduce)(tensor, hosts.op, async_op=True)
-                for tensor in hosts.outputs
-            ]
-        )
+        calls = [(comm.all_reduce_sparse if is_sparse(tensor) else comm.all_reduce, tensor) for tensor in work.outputs]
+        return work.of(reduce(tensor, work.op, async_op=True) for reduce, tensor in calls)
 
     allreduce_coalesced = allreduce
 
@@ -247,94 +244,85 @@ class MpiProcessGroup(dist.ProcessGroup):
         # Only the root may see the result: the others reduce a copy.
         root = opts.rootRank == self.rank()
         outputs = tensors if root else [tensor.detach().clone() for tensor in tensors]
-        hosts = HostTensors(outputs=outputs, in_place=True, op=opts.reduceOp)
-        label = f"reduce to {opts.rootRank}"
-        works = [self.communicator.all_reduce(t, hosts.op, label=label, async_op=True) for t in hosts.outputs]
-        return hosts.work(works)
+        work = GroupWork(outputs=outputs, in_place=True, op=opts.reduceOp)
+        reduce, label = self.communicator.all_reduce, f"reduce to {opts.rootRank}"
+        return work.of(reduce(tensor, work.op, label=label, async_op=True) for tensor in work.outputs)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> GroupWork:
-        hosts = HostTensors(outputs=tensors, in_place=opts.rootRank == self.rank())
-        return hosts.work([self.communicator.broadcast(t, opts.rootRank, async_op=True) for t in hosts.outputs])
+        work = GroupWork(outputs=tensors, in_place=opts.rootRank == self.rank())
+        return work.of([self.communicator.broadcast(t, opts.rootRank, async_op=True) for t in work.outputs])
 
     def allgather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
-        hosts = HostTensors(inputs=inputs, outputs=output_lists[0])
-        return hosts.work([self.communicator.all_gather(hosts.outputs, hosts.inputs[0], async_op=True)])
+        work = GroupWork(inputs=inputs, outputs=output_lists[0])
+        return work.of([self.communicator.all_gather(work.outputs, work.inputs[0], async_op=True)])
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
-        hosts = HostTensors(inputs=inputs, outputs=[output for of_rank in output_lists for output in of_rank])
-        columns = [hosts.outputs[place :: len(inputs)] for place in range(len(inputs))]
-        pairs = zip(columns, hosts.inputs, strict=True)
-        return hosts.work([self.communicator.all_gather(column, mine, async_op=True) for column, mine in pairs])
+        work = GroupWork(inputs=inputs, outputs=[output for of_rank in output_lists for output in of_rank])
+        columns = [work.outputs[place :: len(inputs)] for place in range(len(inputs))]
+        pairs = zip(columns, work.inputs, strict=True)
+        return work.of([self.communicator.all_gather(column, mine, async_op=True) for column, mine in pairs])
 
-    def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> GroupWork:
+    def all_gather_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> GroupWork:
         work = self.all_gather_single_coalesced([output], [mine], opts)
         work.chunks = self.size()
         return work
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
-        hosts = HostTensors(inputs=inputs, outputs=outputs)
-        pairs = zip(hosts.outputs, hosts.inputs, strict=True)
-        return hosts.work(
-            [self.communicator.all_gather_into_tensor(output, mine, async_op=True) for output, mine in pairs]
-        )
+        work = GroupWork(inputs=inputs, outputs=outputs)
+        pairs = zip(work.outputs, work.inputs, strict=True)
+        return work.of(self.communicator.all_gather_into_tensor(output, mine, async_op=True) for output, mine in pairs)
 
     def reduce_scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> GroupWork:
-        hosts = HostTensors(inputs=input_lists[0], outputs=outputs, op=opts.reduceOp)
-        return hosts.work([self.communicator.reduce_scatter(hosts.outputs[0], hosts.inputs, hosts.op, async_op=True)])
+        work = GroupWork(inputs=input_lists[0], outputs=outputs, op=opts.reduceOp)
+        return work.of([self.communicator.reduce_scatter(work.outputs[0], work.inputs, work.op, async_op=True)])
 
-    def reduce_scatter_single(self, output: torch.Tensor, full: torch.Tensor, opts: Any) -> GroupWork:
+    def reduce_scatter_single(self, output: Tensor, full: Tensor, opts: Any) -> GroupWork:
         return self.reduce_scatter_single_coalesced([output], [full], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> GroupWork:
-        hosts = HostTensors(inputs=inputs, outputs=outputs, op=opts.reduceOp)
-        pairs = zip(hosts.outputs, hosts.inputs, strict=True)
-        return hosts.work(
-            [self.communicator.reduce_scatter_tensor(output, full, hosts.op, async_op=True) for output, full in pairs]
-        )
+        work = GroupWork(inputs=inputs, outputs=outputs, op=opts.reduceOp)
+        pairs = zip(work.outputs, work.inputs, strict=True)
+        reduce = self.communicator.reduce_scatter_tensor
+        return work.of(reduce(output, full, work.op, async_op=True) for output, full in pairs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
-        hosts = HostTensors(inputs=inputs, outputs=outputs)
-        return hosts.work([self.communicator.all_to_all(hosts.outputs, hosts.inputs, async_op=True)])
+        work = GroupWork(inputs=inputs, outputs=outputs)
+        return work.of([self.communicator.all_to_all(work.outputs, work.inputs, async_op=True)])
 
     def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        given: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: Any = None,
+        self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> GroupWork:
-        hosts = HostTensors(inputs=[given], outputs=[output])
-        outputs = self._rows(hosts.outputs[0], output_splits)
-        inputs = self._rows(hosts.inputs[0], input_splits)
-        return hosts.work([self.communicator.all_to_all(outputs, inputs, async_op=True)])
+        work = GroupWork(inputs=[given], outputs=[output])
+        outputs = self._rows(work.outputs[0], output_splits)
+        inputs = self._rows(work.inputs[0], input_splits)
+        return work.of([self.communicator.all_to_all(outputs, inputs, async_op=True)])
 
     def gather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any) -> GroupWork:
         root = opts.rootRank == self.rank()
-        hosts = HostTensors(inputs=inputs, outputs=output_lists[0] if root else [])
-        outputs = hosts.outputs if root else None
-        return hosts.work([self.communicator.gather(outputs, hosts.inputs[0], opts.rootRank, async_op=True)])
+        work = GroupWork(inputs=inputs, outputs=output_lists[0] if root else [])
+        outputs = work.outputs if root else None
+        return work.of([self.communicator.gather(outputs, work.inputs[0], opts.rootRank, async_op=True)])
 
     def scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> GroupWork:
         root = opts.rootRank == self.rank()
-        hosts = HostTensors(inputs=input_lists[0] if root else [], outputs=outputs)
-        inputs = hosts.inputs if root else None
-        return hosts.work([self.communicator.scatter(hosts.outputs[0], inputs, opts.rootRank, async_op=True)])
+        work = GroupWork(inputs=input_lists[0] if root else [], outputs=outputs)
+        inputs = work.inputs if root else None
+        return work.of([self.communicator.scatter(work.outputs[0], inputs, opts.rootRank, async_op=True)])
 
     def barrier(self, opts: Any = None) -> GroupWork:
         timeout_s = opts.timeout.total_seconds() if opts is not None else 0.0  # negative: none given
-        work = HostTensors().work([self.communicator.barrier(async_op=True)])
+        work = GroupWork().of([self.communicator.barrier(async_op=True)])
         work.timeout_s = timeout_s if timeout_s > 0 else None
         return work
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> GroupWork:
-        hosts = HostTensors(inputs=tensors, ordered=False)
-        return hosts.work([self.communicator.send(tensor, dst, tag, async_op=True) for tensor in hosts.inputs])
+        work = GroupWork(inputs=tensors, ordered=False)
+        return work.of([self.communicator.send(tensor, dst, tag, async_op=True) for tensor in work.inputs])
 
     def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> GroupWork:
-        hosts = HostTensors(outputs=tensors, ordered=False)
-        received = [self.communicator.recv(tensor, src, tag, async_op=True) for tensor in hosts.outputs]
-        return hosts.work([work for _, work in received], requests=received[-1][0])
+        work = GroupWork(outputs=tensors, ordered=False)
+        received = [self.communicator.recv(tensor, src, tag, async_op=True) for tensor in work.outputs]
+        return work.of([part for _, part in received], requests=received[-1][0])
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
         return self.recv(tensors, None, tag)
@@ -346,7 +334,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def _rows(self, tensor: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
+    def _rows(self, tensor: Tensor, splits: Sequence[int]) -> list[Tensor]:
         """Return the rows of each rank; equal parts where no split is given."""
         if not splits:
             if tensor.shape[0] % self.size():

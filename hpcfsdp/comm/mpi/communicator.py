@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
+from torch import Tensor
 
 from hpcfsdp import _compat
-from hpcfsdp.comm.communicator import Communicator, check_list, check_peer, check_same_numel, describe
+from hpcfsdp.comm.communicator import Communicator, Work, check_list, check_peer, check_same_numel, describe
 from hpcfsdp.comm.mpi import exchange, shared, staged
 from hpcfsdp.comm.mpi.messages import MessageMatcher, Mismatches, MpiCall, Requests
 from hpcfsdp.comm.mpi.node_memory import NodeMemory, memory_at, memory_bytes, share
@@ -60,9 +61,6 @@ class MpiCommunicator(Communicator):
             timeout_s: how long a collective waits for ranks that do not take part.
             compare_calls: all ranks compare their calls before each collective, and an error names a rank with another
                 call. Costs a message to every rank each time.
-
-        Raises:
-            CommunicationError: the topology has another number of ranks.
         """
         self.comm = comm
         self.rank: int = comm.rank
@@ -77,12 +75,14 @@ class MpiCommunicator(Communicator):
         self.shares_gathered = self.topology.num_nodes == 1 and self.size > 1
         self.shares_memory = any(len(node) > 1 for node in self.topology.nodes)
         self.spans_nodes = self.topology.num_nodes > 1
-        self._matcher = MessageMatcher(comm)
-        self._mismatches = Mismatches(comm, _TAG_MISMATCH)
+        self._matcher = MessageMatcher(comm, Mismatches(comm, _TAG_MISMATCH))
         self.calls = 0
         """Collectives that this rank has begun, the same number on all ranks."""
         self._labels: list[str | None] = [None] * _STORED_LABELS  # of the last calls
-        self.world_ranks = _world_ranks(comm)
+        members, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+        self.world_ranks = tuple(MPI.Group.Translate_ranks(members, range(comm.size), world))
+        members.Free()
+        world.Free()
         self.key = key_of(self, self.world_ranks)
         self._closed = False
         self._node: MPI.Intracomm | None = None
@@ -95,7 +95,7 @@ class MpiCommunicator(Communicator):
 
     # Memory
 
-    def _alloc(self, numel: int, dtype: torch.dtype, gathered: bool) -> torch.Tensor:
+    def _alloc(self, numel: int, dtype: torch.dtype, gathered: bool) -> Tensor:
         self._check_open("alloc")
         label = f"alloc of {numel} x {dtype}" + (", gathered" if gathered else "")
         self._run(label, False, exchange.barrier)
@@ -115,7 +115,7 @@ class MpiCommunicator(Communicator):
             self._allocated[memory.address] = memory
         return memory.mine
 
-    def free(self, tensor: torch.Tensor) -> None:
+    def free(self, tensor: Tensor) -> None:
         if not tensor.numel() or self._closed:  # close() has freed all memory
             return
         memory = self._allocated.get(tensor.untyped_storage().data_ptr())
@@ -128,9 +128,7 @@ class MpiCommunicator(Communicator):
 
     # Collectives on tensors
 
-    def _all_gather_into_tensor(
-        self, label: str, output: torch.Tensor, shard: torch.Tensor, async_op: bool
-    ) -> Running | None:
+    def _all_gather_into_tensor(self, label: str, output: Tensor, shard: Tensor, async_op: bool) -> Running | None:
         memory = self._memory_of(output, gathered=True)
         if memory is None:
             self._check(label, written=[output])
@@ -144,15 +142,16 @@ class MpiCommunicator(Communicator):
         return self._run(label, async_op, shared.all_gather, self._view(memory), output.view(-1), shard)
 
     def _reduce_scatter_tensor(
-        self, label: str, output: torch.Tensor, full: torch.Tensor, reduction: Reduction, async_op: bool
+        self, label: str, output: Tensor, full: Tensor, reduction: Reduction, async_op: bool
     ) -> Running | None:
-        pieces, memory, flat = _segments(full, self.size), self._memory_of(full), output.view(-1)
+        pieces = full.view(self.size, full.numel() // self.size).unbind()
+        memory, flat = self._memory_of(full), output.view(-1)
         if memory is None:
             return self._run(label, async_op, exchange.reduce_scatter, pieces, flat, reduction)
         label += _at(full, memory)
         return self._run(label, async_op, shared.reduce_scatter, self._view(memory), pieces, flat, reduction)
 
-    def _all_reduce(self, label: str, tensor: torch.Tensor, reduction: Reduction, async_op: bool) -> Running | None:
+    def _all_reduce(self, label: str, tensor: Tensor, reduction: Reduction, async_op: bool) -> Running | None:
         flat, memory = tensor.view(-1), self._memory_of(tensor)
         if memory is None:
             if self.shares_gathered and staged.pays(tensor):
@@ -162,7 +161,7 @@ class MpiCommunicator(Communicator):
         return self._run(label, async_op, shared.all_reduce, self._view(memory), pieces, reduction)
 
     @_compat.outside_of_modes
-    def all_reduce_sparse(self, tensor: torch.Tensor, op: ReduceOp, *, async_op: bool = False) -> Running | None:
+    def all_reduce_sparse(self, tensor: Tensor, op: ReduceOp, *, async_op: bool = False) -> Running | None:
         """`tensor`, sparse COO of the same shape on all ranks, becomes its sum or average over all ranks, coalesced."""
         label = f"all_reduce({op}) of a sparse tensor of {tuple(tensor.shape)} x {tensor.dtype}"
         label += f", sparse in {tensor.sparse_dim()} dimension(s)"
@@ -173,9 +172,7 @@ class MpiCommunicator(Communicator):
         return self._run(label, async_op, exchange.all_reduce_sparse, tensor, reduction)
 
     @_compat.outside_of_modes
-    def reduce_scatter(
-        self, output: torch.Tensor, inputs: Tensors, op: ReduceOp, *, async_op: bool = False
-    ) -> Running | None:
+    def reduce_scatter(self, output: Tensor, inputs: Tensors, op: ReduceOp, *, async_op: bool = False) -> Work | None:
         """`output` becomes the reduction of all ranks' ``inputs[rank]``. Its size may differ between ranks."""
         label = f"reduce_scatter({op}) of {output.dtype}"
         check_list(label, self, "inputs", inputs)
@@ -185,12 +182,10 @@ class MpiCommunicator(Communicator):
         pieces = [piece.view(-1) for piece in inputs]
         return self._run(label, async_op, exchange.reduce_scatter, pieces, output.view(-1), reduction)
 
-    def _broadcast(self, label: str, tensor: torch.Tensor, src: int, async_op: bool) -> Running | None:
+    def _broadcast(self, label: str, tensor: Tensor, src: int, async_op: bool) -> Running | None:
         return self._run(label, async_op, exchange.broadcast, tensor, src)
 
-    def _exchange(
-        self, label: str, outputs: OptionalTensors, inputs: OptionalTensors, async_op: bool
-    ) -> Running | None:
+    def _exchange(self, label: str, outputs: OptionalTensors, inputs: OptionalTensors, async_op: bool) -> Work | None:
         return self._run(label, async_op, exchange.all_to_all, outputs, inputs)
 
     def _barrier(self, async_op: bool) -> Running | None:
@@ -210,7 +205,7 @@ class MpiCommunicator(Communicator):
 
     def _compare_labels(self, label: str, flag: bool) -> bool:
         if self.topology.num_nodes > 1:
-            call, flags = self._call(label), torch.zeros(self.size, dtype=torch.uint8)
+            call, flags = self._call(label), torch.zeros(self.size, 1, dtype=torch.uint8)
             flags[self.rank] = flag
             self._start(exchange.gather_small(call, flags), label, number=call.sequence)
             return bool(flags.any())
@@ -223,7 +218,7 @@ class MpiCommunicator(Communicator):
     # Messages between two ranks
 
     @_compat.outside_of_modes
-    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Running | None:
+    def send(self, tensor: Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Running | None:
         """Not collective. Send `tensor` to rank `dst`, which receives it with the same tag."""
         label = f"send to {dst} of {describe(tensor)}"
         self._check(label, tensor)
@@ -233,12 +228,11 @@ class MpiCommunicator(Communicator):
 
     @_compat.outside_of_modes
     def recv(
-        self, tensor: torch.Tensor, src: int | None, tag: int = 0, *, async_op: bool = False
+        self, tensor: Tensor, src: int | None, tag: int = 0, *, async_op: bool = False
     ) -> tuple[Requests, Running | None]:
         """Not collective. Receive a tensor that rank `src` (None: any) sends with the same tag.
 
-        Returns:
-            The requests, with the sender as their `source`, and the work.
+        Returns the requests, with the sender as their `source`, and the work.
         """
         label = f"recv from {'any rank' if src is None else src} of {describe(tensor)}"
         self._check(label, written=[tensor])
@@ -275,7 +269,7 @@ class MpiCommunicator(Communicator):
     def _subgroup(self, ranks: list[int]) -> MpiCommunicator:
         self._check_open("subgroup")
         label = f"subgroup of ranks {ranks}"
-        call = MpiCall(self._matcher, self._mismatches, label, _TAG_SUBGROUP)
+        call = MpiCall(self._matcher, label, _TAG_SUBGROUP)
         self._start(exchange.wait_for(call, ranks), label)
         comm, topology = create_group(self.comm, ranks), self.topology.restrict(ranks)
         return MpiCommunicator(comm, topology, timeout_s=self.timeout_s, compare_calls=self.compare_calls)
@@ -321,7 +315,7 @@ class MpiCommunicator(Communicator):
         return self._current_call(label, calls.within(label))
 
     def _current_call(self, label: str, within: str) -> MpiCall:
-        return MpiCall(self._matcher, self._mismatches, label, self.calls % _TAGS, self.calls, within=within)
+        return MpiCall(self._matcher, label, self.calls % _TAGS, self.calls, within=within)
 
     def _count(self, label: str) -> None:
         self.calls += 1
@@ -333,14 +327,14 @@ class MpiCommunicator(Communicator):
             return ""
         return self._labels[number % _STORED_LABELS] if number > self.calls - _STORED_LABELS else None
 
-    def _message(self, label: str, tag: int, tensor: torch.Tensor) -> MpiCall:
+    def _message(self, label: str, tag: int, tensor: Tensor) -> MpiCall:
         """Make the call of a message between two ranks."""
         limit = self.comm.Get_attr(MPI.TAG_UB) - _TAG_USER
         if not 0 <= tag <= limit:
             raise CommunicationError(f"{label} on rank {self.rank}: tag {tag} is not in 0 to {limit}")
-        return MpiCall(self._matcher, self._mismatches, label, _TAG_USER + tag, expected=str(tensor.dtype))
+        return MpiCall(self._matcher, label, _TAG_USER + tag, expected=str(tensor.dtype))
 
-    def _memory_of(self, tensor: torch.Tensor, *, gathered: bool = False) -> NodeMemory | None:
+    def _memory_of(self, tensor: Tensor, *, gathered: bool = False) -> NodeMemory | None:
         """Return the ``NodeMemory`` that holds `tensor`, None unless one of this kind and dtype does."""
         if not self._allocated or not tensor.numel():
             return None
@@ -358,7 +352,7 @@ class MpiCommunicator(Communicator):
     def _view(self, memory: NodeMemory) -> NodeView:
         return NodeView(memory, self.topology, self.rank)
 
-    def _check(self, label: str, *tensors: torch.Tensor, written: Tensors = ()) -> None:
+    def _check(self, label: str, *tensors: Tensor, written: Tensors = ()) -> None:
         self._check_open(label)
         super()._check(label, *tensors, written=written)
         for tensor in written:
@@ -393,29 +387,13 @@ _process = os.getpid()
 """The process that may have started MPI: one that was forked from it cannot use MPI."""
 
 
-def _segments(full: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Return `size` equal parts of `full`, as 1-D views."""
-    flat = full.view(-1)
-    numel = flat.numel() // size
-    return [flat[numel * place : numel * (place + 1)] for place in range(size)]
-
-
-def _at(tensor: torch.Tensor, memory: NodeMemory) -> str:
+def _at(tensor: Tensor, memory: NodeMemory) -> str:
     """Describe the place in a ``NodeMemory``: neighbours read the same range of their regions."""
     return f" at {tensor.storage_offset() - memory.mine.storage_offset()} of shared memory"
 
 
-def _pickled(value: Any) -> torch.Tensor:
+def _pickled(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
-
-
-def _world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """Return the ranks of `comm` in MPI_COMM_WORLD."""
-    members, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = MPI.Group.Translate_ranks(members, range(comm.size), world)
-    members.Free()
-    world.Free()
-    return tuple(ranks)
 
 
 def create_group(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import xxhash
 from mpi4py import MPI
+from torch import Tensor
 
 from hpcfsdp.comm.mpi.node_memory import decode_label, fit_label
 from hpcfsdp.comm.progress import Condition
@@ -47,22 +47,16 @@ abandoned: list[Any] = []
 """Requests that a failed collective left pending, with their tensors: MPI may use these until the program ends."""
 
 
-def _address_and_size(tensor: torch.Tensor) -> tuple[int, int]:
-    # Not tensor.numpy(): that marks the storage as shared, and a shared storage cannot be freed by resizing it.
-    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
-
-
-def _parts(tensor: torch.Tensor) -> Iterator[list[Any]]:
+def _parts(tensor: Tensor) -> Iterator[list[Any]]:
     """Yield the tensor's bytes, as mpi4py takes buffers."""
-    address, nbytes = _address_and_size(tensor)
+    # Not tensor.numpy(): that marks the storage as shared, and a shared storage cannot be freed by resizing it.
+    address, nbytes = tensor.data_ptr(), tensor.nbytes
     for begin in range(0, nbytes, _PART_BYTES):
         count = min(_PART_BYTES, nbytes - begin)
         yield [MPI.buffer.fromaddress(address + begin, count), count, MPI.BYTE]
 
 
-@functools.lru_cache(1024)
-def _encode(label: str) -> bytes:
-    return fit_label(label, _LABEL_BYTES)
+_encode = functools.lru_cache(1024)(functools.partial(fit_label, nbytes=_LABEL_BYTES))
 
 
 @functools.lru_cache(1024)
@@ -75,15 +69,13 @@ class Mismatch:
     """A message that does not fit the call of the rank that received it.
 
     Attributes:
-        sequence: the number of the collective, the same on all ranks; 0 for none.
-        rank, peer: the rank that received the message, and the one that sent it.
         mine, theirs: the calls of the two.
         text: what is wrong, if their calls are the same.
     """
 
-    sequence: int
+    sequence: int  # the number of the collective, the same on all ranks; 0 for none
     rank: int
-    peer: int
+    peer: int  # which sent it
     mine: str
     theirs: str
     text: str = ""
@@ -92,21 +84,14 @@ class Mismatch:
 class MpiCall:
     """One collective of one communicator, or one message to or from another rank.
 
-    Attributes:
-        rank, size: of this rank among `ranks`, and their number.
-        ranks: those that take part, as the communicator numbers them.
-        label: describes the call in errors.
-        tag: of its messages.
-        sequence: the number of the collective, the same on all ranks; 0 for calls that are not counted.
+    `ranks` take part, as the communicator numbers them; `rank` is the place of this one among them.
     """
 
-    __slots__ = ("_encoded", "_expected", "_hash", "_mismatches", "label", "matcher", "rank", "ranks", "sequence")
-    __slots__ += ("size", "tag")
+    __slots__ = ("_encoded", "_expected", "_hash", "label", "matcher", "rank", "ranks", "sequence", "size", "tag")
 
     def __init__(
         self,
         matcher: MessageMatcher,
-        mismatches: Mismatches,
         label: str,
         tag: int,
         sequence: int = 0,
@@ -117,6 +102,7 @@ class MpiCall:
         """
         Args:
             label: the same on all ranks.
+            sequence: the number of the collective, the same on all ranks; 0 for calls that are not counted.
             expected: for a message between two ranks, what they must have in common; otherwise the label is compared.
             within: the label with the public call that this rank is in. That of other ranks may differ: a rank that has
                 no more data takes part in the collectives of a backward without having one.
@@ -128,7 +114,6 @@ class MpiCall:
         self.label = within or label
         self.tag = tag
         self.sequence = sequence
-        self._mismatches = mismatches
         self._encoded = _encode(expected or self.label)
         self._hash = _hash(expected or label)
         self._expected = expected
@@ -162,20 +147,12 @@ class MpiCall:
         mine, text = decode_label(self._encoded), f"rank {peer} sent {nbytes} bytes that belong to no expected message"
         return Mismatch(self.sequence, self.matcher.rank, peer or 0, mine, mine, text)
 
-    def announce(self, mismatch: Mismatch) -> None:
-        """Report a mismatch in this collective to all ranks. Not collective."""
-        self._mismatches.announce(mismatch)
-
     def check_mismatches(self, polls: int) -> None:
-        """Not collective. Raise the mismatch that another rank has found in this collective.
-
-        Args:
-            polls: how often this rank has polled what it waits for.
-        """
+        """Raise the mismatch that another rank has found in this collective. Receives after many `polls` alone."""
         if self.sequence:
             if polls % _POLLED_MISMATCHES == 0:
-                self._mismatches.receive()
-            mismatch = self._mismatches.known.get(self.sequence)
+                self.matcher.mismatches.receive()
+            mismatch = self.matcher.mismatches.known.get(self.sequence)
             if mismatch is not None:
                 raise self.error(mismatch)
 
@@ -192,20 +169,17 @@ class MpiCall:
 class Receive:
     """The receive of one tensor: a header, and parts where the bytes are not in the header's message.
 
-    Attributes:
-        source: the rank that sends. None where any may, until one has.
-        mismatch: what is wrong with the messages.
-        is_matched: whether all messages of the tensor have been matched.
+    `source` is None where any rank may send, until one has.
     """
 
     __slots__ = ("_first", "_parts", "_requests", "_skipped", "_tensor", "_unmatched", "call", "mismatch")
     __slots__ += ("is_matched", "source")
 
-    def __init__(self, call: MpiCall, tensor: torch.Tensor, source: int | None) -> None:
+    def __init__(self, call: MpiCall, tensor: Tensor, source: int | None) -> None:
         self.call = call
         self.source = source
-        self.mismatch: Mismatch | None = None
-        self.is_matched = False
+        self.mismatch: Mismatch | None = None  # what is wrong with the messages
+        self.is_matched = False  # all messages of the tensor
         self._tensor = tensor
         self._first: bytearray | None = None  # the message that begins with the header
         self._parts: Iterator[list[Any]] | None = None  # their buffers; None until the header has been read
@@ -213,13 +187,9 @@ class Receive:
         self._skipped = 0  # parts of a call that is over
         self._requests: list[tuple[MPI.Request, list[Any]]] = []
 
-    def is_complete(self) -> bool:
-        """Return whether all bytes have been received."""
-        return self.is_matched and self._test()
-
     def is_ready(self) -> bool:
         """Return whether it can match the next message: the header says which one that is."""
-        return self._test() or (self._parts is not None and self.mismatch is None)
+        return self.test() or (self._parts is not None and self.mismatch is None)
 
     def match(self, message: MPI.Message, source: int, nbytes: int) -> None:
         """Receive the next message of the source, of `nbytes` bytes."""
@@ -246,7 +216,7 @@ class Receive:
         if self._requests:
             abandoned.append((self._requests, self.source, self._tensor))
 
-    def _test(self) -> bool:
+    def test(self) -> bool:
         """Return whether all matched messages have been received."""
         while self._requests:
             if not self._requests[-1][0].Test():
@@ -258,7 +228,6 @@ class Receive:
         return True
 
     def _read_header(self, first: bytearray) -> None:
-        address, expected = _address_and_size(self._tensor)
         sequence, nbytes, _ = _NUMBERS.unpack_from(first) if len(first) >= _HEADER_BYTES else (0, -1, 0)
         inline = nbytes if nbytes <= _INLINE_BYTES else 0
         if nbytes < 0 or len(first) - _HEADER_BYTES != inline:
@@ -270,9 +239,9 @@ class Receive:
             self._skipped = following
             return
         if self.mismatch is None:
-            self.mismatch = self.call.find_mismatch(bytes(first[:_HEADER_BYTES]), expected, self.source)
+            self.mismatch = self.call.find_mismatch(bytes(first[:_HEADER_BYTES]), self._tensor.nbytes, self.source)
         if inline and self.mismatch is None:
-            MPI.buffer.fromaddress(address, nbytes)[:] = memoryview(first)[_HEADER_BYTES:]
+            MPI.buffer.fromaddress(self._tensor.data_ptr(), nbytes)[:] = memoryview(first)[_HEADER_BYTES:]
         self._parts = _parts(self._tensor)
         self._unmatched = following
         self.is_matched = not following
@@ -282,10 +251,8 @@ class _TagQueue:
     """The receives of one tag."""
 
     def __init__(self) -> None:
-        self.posted: list[Receive] = []
-        """Receives without a message, in the order in which they were posted."""
-        self.begun: dict[int, Receive] = {}
-        """The receive of the next message from each source."""
+        self.posted: list[Receive] = []  # without a message, in the order in which they were posted
+        self.begun: dict[int, Receive] = {}  # by source: that of its next message
 
 
 class MessageMatcher:
@@ -296,7 +263,8 @@ class MessageMatcher:
             if MPI reused the context of this one.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, mismatches: Mismatches) -> None:
+        self.mismatches = mismatches
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.is_clean = True
@@ -306,12 +274,12 @@ class MessageMatcher:
         self._cancelled: deque[Receive] = deque()
         self._lock = threading.Lock()
 
-    def send(self, call: MpiCall, tensor: torch.Tensor, to: int) -> list[tuple[MPI.Request, Any]]:
+    def send(self, call: MpiCall, tensor: Tensor, to: int) -> list[tuple[MPI.Request, Any]]:
         """Send a tensor to a rank. Returns the requests with the memory that each reads."""
-        address, nbytes = _address_and_size(tensor)
+        nbytes = tensor.nbytes
         first = bytearray(call.header(nbytes))
         if 0 < nbytes <= _INLINE_BYTES:
-            first += MPI.buffer.fromaddress(address, nbytes)
+            first += MPI.buffer.fromaddress(tensor.data_ptr(), nbytes)
         with self._lock:  # messages of two threads must not mix
             requests: list[tuple[MPI.Request, Any]] = [(self._comm.Isend([first, MPI.BYTE], to, call.tag), first)]
             if nbytes > _INLINE_BYTES:
@@ -335,7 +303,7 @@ class MessageMatcher:
                 self._drop_cancelled()
             if not receive.is_matched:
                 self._match(receive, self._queues[receive.call.tag])
-            return receive.is_complete()
+            return receive.is_matched and receive.test()
 
     def cancel(self, receive: Receive) -> None:
         """Match no message with a posted receive, unless its first one has arrived."""
@@ -390,16 +358,11 @@ class MessageMatcher:
 class Mismatches:
     """The mismatches in the collectives of one communicator. A rank sends those that it finds to all others.
 
-    Attributes:
-        known: mismatches that other ranks have found, by the number of the collective.
+    Nothing else uses their `tag`.
     """
 
     def __init__(self, comm: MPI.Intracomm, tag: int) -> None:
-        """
-        Args:
-            tag: of the messages about mismatches alone.
-        """
-        self.known: dict[int, Mismatch] = {}
+        self.known: dict[int, Mismatch] = {}  # those that other ranks have found, by the number of the collective
         self._comm = comm
         self._tag = tag
         self._requests: list[MPI.Request] = []
@@ -427,8 +390,7 @@ class Requests:
     """Sends and receives of one call. A ``Condition`` of progress.py that holds when all are complete."""
 
     def __init__(self, call: MpiCall) -> None:
-        self.source: int | None = None
-        """The rank that sent the last message."""
+        self.source: int | None = None  # which sent the last message
         self._call = call
         self._matcher = call.matcher
         self._receives: deque[Receive] = deque()
@@ -437,12 +399,12 @@ class Requests:
         # request, rank, and the memory that it reads, which must exist until the request is complete
         self._sends: list[tuple[MPI.Request, int, Any]] = []
 
-    def send(self, tensor: torch.Tensor, to: int) -> None:
+    def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor. It must not change until all requests are complete."""
         to = self._call.ranks[to]
         self._sends += [(request, to, read) for request, read in self._matcher.send(self._call, tensor, to)]
 
-    def recv(self, tensor: torch.Tensor, source: int | None) -> None:
+    def recv(self, tensor: Tensor, source: int | None) -> None:
         """Receive a tensor from a rank, from any if `source` is None."""
         receive = Receive(self._call, tensor, None if source is None else self._call.ranks[source])
         self._receives.append(receive)
@@ -495,7 +457,10 @@ class Requests:
             self._receives.popleft()
             self.source = receive.source
             if receive.mismatch is not None:
-                self._fail(receive.mismatch)
+                self._mismatch = self._mismatch or receive.mismatch
+                if receive.mismatch.sequence:
+                    self.cancel()
+                    self._matcher.mismatches.announce(receive.mismatch)
         if self._receives:
             return False
         while self._sends:  # any test advances all messages, so one at a time is enough
@@ -503,12 +468,6 @@ class Requests:
                 return False
             self._sends.pop()
         return True
-
-    def _fail(self, mismatch: Mismatch) -> None:
-        self._mismatch = self._mismatch or mismatch
-        if mismatch.sequence:
-            self.cancel()
-            self._call.announce(mismatch)
 
 
 class UnlessFailed:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from hpcfsdp import _compat
 from hpcfsdp.errors import CommunicationError, DifferentCallsError
@@ -47,15 +48,13 @@ def _fence() -> None:
 
 @_compat.outside_of_modes
 @torch.inference_mode(False)
-def share(node: MPI.Intracomm, nbytes: int) -> torch.Tensor:
+def share(node: MPI.Intracomm, nbytes: int) -> Tensor:
     """Map `nbytes` zero bytes on all of them, as uint8. Collective over `node`, ranks that share memory.
 
     The memory has no name (``memfd_create``, opened by the others through ``/proc``), so nothing stays in /dev/shm,
     however processes end, and the size of /dev/shm (64 MiB in many containers) is no limit. Where processes do not see
-    each other in ``/proc``, this uses a file in /dev/shm, and removes its name as soon as all ranks have opened it.
-
-    Raises:
-        CommunicationError: on all ranks, if one cannot map the memory.
+    each other in ``/proc``, this uses a file in /dev/shm, and removes its name as soon as all ranks have opened it. All
+    ranks raise if one cannot map the memory.
     """
     if node.size == 1:
         return torch.zeros(nbytes, dtype=torch.uint8)
@@ -70,7 +69,7 @@ def share(node: MPI.Intracomm, nbytes: int) -> torch.Tensor:
     return named
 
 
-def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[torch.Tensor | None, str | None]:
+def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[Tensor | None, str | None]:
     """Map the file of `opener` on every rank of `node`. Returns the mapping, or the error of the lowest such rank."""
     fd, memory, problem, opened = -1, None, None, None
     try:
@@ -104,7 +103,7 @@ def identity(fd: int) -> tuple[int, int]:
 
 
 @torch.inference_mode(False)  # it outlives the call
-def map_fd(fd: int, nbytes: int) -> torch.Tensor:
+def map_fd(fd: int, nbytes: int) -> Tensor:
     """Return the bytes of an open file as memory, which stays when the file is closed."""
     # Unlike mmap.mmap this keeps no file descriptor open: processes may have few.
     return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
@@ -139,18 +138,14 @@ def _open_named(path: str | None, nbytes: int) -> tuple[int, str, str | None]:
 _alive: weakref.WeakValueDictionary[int, NodeMemory] = weakref.WeakValueDictionary()
 
 
-def memory_at(tensor: torch.Tensor) -> NodeMemory | None:
+def memory_at(tensor: Tensor) -> NodeMemory | None:
     """Return the ``NodeMemory`` of this process, of any communicator, that holds `tensor`; None for other memory."""
     return _alive.get(tensor.untyped_storage().data_ptr()) if _alive and tensor.numel() else None
 
 
 def memory_bytes(ranks: int, nbytes: int, *, gathered: bool) -> int:
     """Return the bytes of a ``NodeMemory`` for so many ranks, with regions of `nbytes` bytes."""
-    return _aligned(ranks * _LINE) + _region_bytes(nbytes) * (1 if gathered else ranks)
-
-
-def _region_bytes(nbytes: int) -> int:
-    return _aligned(max(1, nbytes))
+    return _aligned(ranks * _LINE) + _aligned(max(1, nbytes)) * (1 if gathered else ranks)
 
 
 class NodeMemory:
@@ -159,49 +154,31 @@ class NodeMemory:
     Attributes:
         gathered: whether there is one region for all.
         regions: for each rank of the node, in order, its memory as a 1-D tensor; the same one if `gathered`.
+        mine: the region of this rank.
+        address: that of the storage of every tensor on the memory.
         epoch: operations begun on this memory, the same number on all ranks.
         is_busy: whether one of them is in progress.
     """
 
     def __init__(
-        self,
-        shared: torch.Tensor,
-        place: int,
-        ranks: Sequence[int],
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        gathered: bool,
+        self, shared: Tensor, place: int, ranks: Sequence[int], numel: int, dtype: torch.dtype, *, gathered: bool
     ) -> None:
-        """
-        Args:
-            shared: ``memory_bytes`` zero bytes that the ranks share.
-            place: of this rank among them.
-            ranks: the node's ranks, as the communicator numbers them, for messages.
-        """
+        """`ranks`, of which this is number `place`, share ``memory_bytes`` zero bytes. Messages name them so."""
         self.gathered = gathered
         self.epoch = 0
         self.is_busy = False
         self._ranks = tuple(ranks)
         self._mine = place
         self._peers = tuple(other for other in range(len(ranks)) if other != place)
-        flag_bytes, region_bytes = _aligned(len(ranks) * _LINE), _region_bytes(numel * dtype.itemsize)
+        flag_bytes, region_bytes = _aligned(len(ranks) * _LINE), _aligned(max(1, numel * dtype.itemsize))
         self._flags = memoryview(shared[:flag_bytes].numpy())
         self._counters = self._flags.cast("q")
         begins = [flag_bytes + (0 if gathered else region_bytes * other) for other in range(len(ranks))]
         self.regions = tuple(shared[begin : begin + numel * dtype.itemsize].view(dtype) for begin in begins)
+        self.mine = self.regions[place]
+        self.address = self.mine.untyped_storage().data_ptr()
         if numel:
             _alive[self.address] = self
-
-    @property
-    def mine(self) -> torch.Tensor:
-        """Return this rank's region."""
-        return self.regions[self._mine]
-
-    @property
-    def address(self) -> int:
-        """Return its address, the address of the storage of every tensor on it."""
-        return self.mine.untyped_storage().data_ptr()
 
     def arrive(self, label: str | None) -> None:
         """Signal to the peers that this rank has written its part of the operation. They compare labels, if given."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hpcfsdp.comm.mpi.messages import MpiCall, Requests, UnlessFailed
 from hpcfsdp.comm.mpi.node_memory import NodeMemory
@@ -55,7 +56,7 @@ def labelled_barrier(memory: NodeMemory, label: str, rank: int, flag: bool) -> S
         yield memory.all_arrived()
 
 
-def barrier_flags(memory: NodeMemory) -> torch.Tensor:
+def barrier_flags(memory: NodeMemory) -> Tensor:
     """Return the flags of the last ``labelled_barrier``, by rank.
 
     Two for each rank in turn: a neighbour may be one barrier ahead before this rank has read its last one.
@@ -63,7 +64,7 @@ def barrier_flags(memory: NodeMemory) -> torch.Tensor:
     return memory.mine.view(-1, 2)[:, memory.epoch % 2]
 
 
-def all_gather(call: MpiCall, node: NodeView, whole: torch.Tensor, shard: torch.Tensor) -> Steps:
+def all_gather(call: MpiCall, node: NodeView, whole: Tensor, shard: Tensor) -> Steps:
     """Make every rank's segment visible on this node. `whole` views all of it."""
     memory, numel = node.memory, shard.numel()
     mine = whole[numel * node.rank : numel * (node.rank + 1)]
@@ -82,7 +83,7 @@ def all_gather(call: MpiCall, node: NodeView, whole: torch.Tensor, shard: torch.
         yield node.unless_failed(call, memory.all_arrived())
 
 
-def reduce_scatter(call: MpiCall, node: NodeView, pieces: Tensors, output: torch.Tensor, reduction: Reduction) -> Steps:
+def reduce_scatter(call: MpiCall, node: NodeView, pieces: Tensors, output: Tensor, reduction: Reduction) -> Steps:
     """`output` becomes this rank's piece reduced over all ranks. `pieces` view this rank's region, one each."""
     with _exclusive(node.memory):
         yield from _reduce_mine(call, node, pieces, output, reduction)
@@ -108,7 +109,7 @@ def all_reduce(call: MpiCall, node: NodeView, pieces: Tensors, reduction: Reduct
         yield node.unless_failed(call, memory.all_done())
 
 
-def _reduce_mine(call: MpiCall, node: NodeView, pieces: Tensors, output: torch.Tensor, reduction: Reduction) -> Steps:
+def _reduce_mine(call: MpiCall, node: NodeView, pieces: Tensors, output: Tensor, reduction: Reduction) -> Steps:
     """Have each node reduce the pieces of its ranks and their clients. Each rank then reduces the nodes' partial
     results.
 
@@ -116,7 +117,7 @@ def _reduce_mine(call: MpiCall, node: NodeView, pieces: Tensors, output: torch.T
     """
     memory, nodes = node.memory, node.topology.nodes
     requests = Requests(call)
-    partials: list[torch.Tensor] = [output] * len(nodes)
+    partials: list[Tensor] = [output] * len(nodes)
     for other, proxy in node.proxies():
         partials[other] = torch.empty_like(
             output, dtype=reduction.accumulate if len(nodes[other]) > 1 else pieces[node.rank].dtype
@@ -142,7 +143,7 @@ def _reduce_mine(call: MpiCall, node: NodeView, pieces: Tensors, output: torch.T
     reduce_into(output, partials, reduction.op, reduction.accumulate, divisor=reduction.divisor)
 
 
-def _exchange_between_nodes(call: MpiCall, node: NodeView, pieces: Tensors, mine: torch.Tensor) -> Requests:
+def _exchange_between_nodes(call: MpiCall, node: NodeView, pieces: Tensors, mine: Tensor) -> Requests:
     """Send this rank's piece to its proxies, and receive those of its clients into `pieces`."""
     requests = Requests(call)
     for client in node.topology.clients(node.rank):
@@ -152,12 +153,12 @@ def _exchange_between_nodes(call: MpiCall, node: NodeView, pieces: Tensors, mine
     return requests
 
 
-def _in_all_regions(memory: NodeMemory, piece: torch.Tensor) -> list[torch.Tensor]:
+def _in_all_regions(memory: NodeMemory, piece: Tensor) -> list[Tensor]:
     """Return the counterparts of a view of this rank's region, in all regions of the node."""
     return [_in_region(memory, place, piece) for place in range(len(memory.regions))]
 
 
-def _in_region(memory: NodeMemory, place: int, piece: torch.Tensor) -> torch.Tensor:
+def _in_region(memory: NodeMemory, place: int, piece: Tensor) -> Tensor:
     begin = piece.storage_offset() - memory.mine.storage_offset()
     return memory.regions[place][begin : begin + piece.numel()]
 

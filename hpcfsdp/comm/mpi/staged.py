@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 
 import torch
+from torch import Tensor
 
 from hpcfsdp.comm.mpi import exchange
 from hpcfsdp.comm.mpi.messages import MpiCall, UnlessFailed
@@ -32,16 +33,11 @@ _EPOCHS = 1 << 24
 
 
 class StagingMemory:
-    """The shared memory of one communicator through which tensors pass, made by the first call.
-
-    Attributes:
-        memory: None where there is none yet, or a rank could not map it.
-        is_asked_for: whether a call has tried to make it.
-    """
+    """The shared memory of one communicator through which tensors pass, made by the first call."""
 
     def __init__(self) -> None:
-        self.memory: NodeMemory | None = None
-        self.is_asked_for = False
+        self.memory: NodeMemory | None = None  # where a rank could not map it, too
+        self.is_asked_for = False  # by a first call
         self.calls: deque[int] = deque()  # that use it, one after the other, in the same order on all ranks
         self.condition: Condition | None = None  # of the first of them
 
@@ -59,12 +55,12 @@ class _Turn:
         return self._staging.condition.missing() if self._staging.condition is not None else []
 
 
-def pays(tensor: torch.Tensor) -> bool:
+def pays(tensor: Tensor) -> bool:
     """Return whether a tensor is large enough for ``all_reduce``."""
-    return tensor.numel() * tensor.element_size() >= _LEAST_BYTES
+    return tensor.nbytes >= _LEAST_BYTES
 
 
-def all_reduce(call: MpiCall, staging: StagingMemory, tensor: torch.Tensor, reduction: Reduction) -> Steps:
+def all_reduce(call: MpiCall, staging: StagingMemory, tensor: Tensor, reduction: Reduction) -> Steps:
     """`tensor` becomes its reduction over all ranks, which share a node."""
     sequence = call.sequence
     staging.calls.append(sequence)
@@ -79,7 +75,7 @@ def all_reduce(call: MpiCall, staging: StagingMemory, tensor: torch.Tensor, redu
         staging.calls.remove(sequence)
 
 
-def _in_turn(call: MpiCall, staging: StagingMemory, tensor: torch.Tensor, reduction: Reduction) -> Steps:
+def _in_turn(call: MpiCall, staging: StagingMemory, tensor: Tensor, reduction: Reduction) -> Steps:
     yield from exchange.barrier(call)  # compares the calls
     if not staging.is_asked_for:
         staging.is_asked_for = True
@@ -97,7 +93,7 @@ def _part_bytes(size: int) -> int:
     return min(_PART_BYTES, _MOST_BYTES // (_PARTS * size) // 4096 * 4096)
 
 
-def _reduce_parts(call: MpiCall, memory: NodeMemory, tensor: torch.Tensor, reduction: Reduction) -> Steps:
+def _reduce_parts(call: MpiCall, memory: NodeMemory, tensor: Tensor, reduction: Reduction) -> Steps:
     memory.epoch = call.sequence * _EPOCHS
     parts = tensor.split(max(1, _part_bytes(call.size) // tensor.element_size()))
     regions = [region.view(tensor.dtype).chunk(_PARTS) for region in memory.regions]
@@ -133,7 +129,7 @@ def _reduce_parts(call: MpiCall, memory: NodeMemory, tensor: torch.Tensor, reduc
             piece.copy_(shared[owner][owner])
 
 
-def _share(call: MpiCall, nbytes: int) -> Generator[Condition, None, torch.Tensor | None]:
+def _share(call: MpiCall, nbytes: int) -> Generator[Condition, None, Tensor | None]:
     """Return memory that all ranks have mapped, None if one could not. The lowest rank makes it, without a name."""
     made, memory, found = -1, None, torch.zeros(_PATH_BYTES, dtype=torch.uint8)
     try:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hpcfsdp.comm.communicator import Grid, check_list, check_peer, check_sizes, check_tensors, segment
+from hpcfsdp.comm.communicator import Grid, check_list, check_peer, check_sizes, segment
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.reduce import accumulate_dtype, refuse_op
 from hpcfsdp.errors import CommunicationError
@@ -109,7 +109,7 @@ def test_sizes_that_do_not_fit_are_named():
 )
 def test_tensors_that_no_transport_accepts_are_refused(tensors, text):
     with pytest.raises(CommunicationError) as caught:
-        check_tensors("gathering", comm, *tensors)
+        comm._check("gathering", *tensors)
     assert str(caught.value) == f"gathering on rank 1 of 3: {text}"
 
 
