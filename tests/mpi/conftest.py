@@ -12,6 +12,11 @@ from hpcfsdp.launch.topology import Topology
 from tests.mpi import parity
 from tests.under_mpi import *  # noqa: F403
 
+# torch keeps a list of the functions that torch.device("meta") sees, made at the first use; transformers has patched
+# torch.linspace while it builds a model, which then is missing in the list for the rest of the process.
+with torch.device("meta"):
+    torch.empty(0)
+
 
 @pytest.fixture(autouse=True)
 def seed():
