@@ -154,7 +154,7 @@ def test_one_plain_process_is_a_world_of_one(script):
     assert words(job) == ["1", "1", "2.0"]
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_arguments_that_contradict_mpi_are_refused_on_every_rank(script, ranks):
     job = script(
         """

@@ -51,7 +51,7 @@ def program(start, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_finalize_waits_for_the_file(program, tmp_path, ranks):
     job = program("finalize", ranks=ranks)
     assert open_index(tmp_path / "saved/step-00000001.h5").info.step == 1
@@ -69,7 +69,7 @@ def test_finalize_raises_the_error_of_a_save_on_every_rank(program, tmp_path):
     assert os.listdir(tmp_path / "saved") == []
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_without_finalize_the_file_is_lost_with_a_message(program, tmp_path, ranks):
     job = program("exit", ranks=ranks)
     text = "saved/step-00000001.h5: was not committed, and is lost: the program has ended before wait(), close() or"

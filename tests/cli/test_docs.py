@@ -133,7 +133,7 @@ print("all of them")
 """
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_communication(start, tmp_path, ranks):
     codes = blocks("docs/explanation/communication.md", "python")
     (tmp_path / "examples.py").write_text(f"CODES = {codes}{EXAMPLES}")

@@ -85,7 +85,7 @@ world.comm.Barrier()
 """
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("place", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_user_s_excepthook_prints_an_uncaught_exception_and_the_job_ends(start, tmp_path, place):
     script = tmp_path / "script.py"
     lines = {"before": "", "after": "", place: "rich.traceback.install(width=80)"}
@@ -119,7 +119,10 @@ world.comm.Barrier()
 """
 
 
-@pytest.mark.parametrize(("messages", "others", "ranks"), [(False, False, 2), (True, False, 3), (True, True, 3)])
+@pytest.mark.parametrize(
+    ("messages", "others", "ranks"),
+    [(False, False, 2), pytest.param(True, False, 3, marks=pytest.mark.slow), (True, True, 3)],
+)
 def test_ranks_that_fail_together_print_each_traceback_once(start, tmp_path, messages, others, ranks):
     script = tmp_path / "script.py"
     script.write_text(f"MESSAGES, OTHERS = {messages}, {others}\n{TOGETHER}")
@@ -171,7 +174,7 @@ def test_a_failing_rank_ends_ranks_that_wait_or_compute(start, tmp_path, places,
     assert f"hpcfsdp: rank {ranks - 1} of {ranks} on " in job.stderr
 
 
-@pytest.mark.parametrize("action", ["raise SystemExit(3)", "sys.exit()"])
+@pytest.mark.parametrize("action", ["raise SystemExit(3)", pytest.param("sys.exit()", marks=pytest.mark.slow)])
 def test_a_rank_that_exits_early_is_named_by_ranks_that_wait_for_it(start, tmp_path, action):
     script = tmp_path / "script.py"
     script.write_text(WAITING.format(action=action, places=["comm.barrier()"]))

@@ -89,7 +89,9 @@ def test_all_ranks_raise_and_name_the_rank_that_breaks_the_order_with_its_module
             check(change, text)
 
 
-@pytest.mark.parametrize(("change", "step"), [("another order", 0), ("one more", 2)])
+@pytest.mark.parametrize(
+    ("change", "step"), [("another order", 0), pytest.param("one more", 2, marks=pytest.mark.slow)]
+)
 def test_a_rank_that_breaks_the_order_over_gloo_is_named_with_its_module(start, tmp_path, change, step):
     job = run(start, tmp_path, f"CHANGE, LAST = {change!r}, {step}" + OVER_GLOO)
     assert job.code != 0

@@ -142,7 +142,7 @@ def steps_so_far(arguments):
     return (run_dir(arguments) / "metrics.jsonl").read_text().splitlines()
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_wrong_key_is_printed_once_and_ends_all_ranks_with_2(hpcfsdp, tiny, ranks):
     done = hpcfsdp("train", *tiny, "--data.pahts", "x", ranks=ranks)
     assert (done.code, done.stdout) == (2, "")
