@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,34 +11,34 @@ from pathlib import Path
 import numpy as np
 
 from hpcfsdp.checkpoint.convert import safetensors
-from hpcfsdp.checkpoint.convert.output import Progress, Step, absolute, new_files, no_progress
-from hpcfsdp.checkpoint.convert.selection import MODEL, Selection, select
+from hpcfsdp.checkpoint.convert.output import (
+    MODEL,
+    Progress,
+    Selection,
+    Step,
+    absolute,
+    new_files,
+    no_progress,
+    select,
+)
 from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.errors import CheckpointError, UsageError
 
 FORMATS = ("safetensors", "pt", "dcp")
-
 PT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export.
+    """The result of an export."""
 
-    Attributes:
-        format: one of ``FORMATS``, or "peft".
-        tensors: their number.
-        nbytes: of the tensors.
-        ties: alias of a tensor -> the name under which it was written.
-    """
-
-    format: str
+    format: str  # one of ``FORMATS``, or "peft"
     files: tuple[Path, ...]
     tensors: int
-    nbytes: int
-    ties: Mapping[str, str]
+    nbytes: int  # of the tensors
+    ties: Mapping[str, str]  # alias of a tensor -> the name under which it was written
 
 
 def export_checkpoint(
@@ -74,16 +75,16 @@ def export_checkpoint(
     target = absolute(output)
     kind = _format_of(target, format, shard_bytes)
     index = source if isinstance(source, CheckpointIndex) else open_index(os.path.expanduser(source))
-    selection = select(index, names, optimizer=optimizer)
+    selection = select(index, names, optimizer)
     if kind == "safetensors":
-        with progress("exporting", selection.nbytes) as step:
-            return _to_safetensors(index, selection, target, shard_bytes, force, step)
-    from hpcfsdp.checkpoint.convert import torch_output  # loads torch, which safetensors do without
+        write, passes = functools.partial(_to_safetensors, shard_bytes=shard_bytes), 1
+    else:
+        from hpcfsdp.checkpoint.convert import torch_output  # loads torch, which safetensors do without
 
-    write = torch_output.to_pt if kind == "pt" else torch_output.to_dcp
-    with progress("exporting", 2 * selection.nbytes) as step:
+        write, passes = torch_output.to_pt if kind == "pt" else torch_output.to_dcp, 2
+    with progress("exporting", passes * selection.nbytes) as step:
         written = write(index, selection, target, force, step)
-    return Exported(kind, tuple(written), len(selection.tensors), selection.nbytes, _plain_ties(selection))
+    return Exported(kind, tuple(written), len(selection.tensors), selection.nbytes, selection.outside_ties)
 
 
 def _format_of(target: Path, kind: str | None, shard_bytes: int | None) -> str:
@@ -106,55 +107,36 @@ def _format_of(target: Path, kind: str | None, shard_bytes: int | None) -> str:
     return kind
 
 
-def outside_name(path: str) -> str:
-    """Return a tensor's name in other formats: a parameter's name, or the path of optimizer state."""
-    return path.removeprefix(MODEL)
-
-
-def _plain_ties(selection: Selection) -> dict[str, str]:
-    return {outside_name(alias): outside_name(path) for alias, path in selection.ties.items()}
-
-
 def _to_safetensors(
-    index: CheckpointIndex,
-    selection: Selection,
-    target: Path,
-    shard_bytes: int | None,
-    force: bool,
-    step: Step,
-) -> Exported:
-    names = [(outside_name(path), spec) for path, spec in selection.tensors.items()]
-    ties = _plain_ties(selection)
-    shards = [names]
-    if shard_bytes is not None:
-        shards = [[names[place] for place in places] for places in safetensors.split(names, shard_bytes)]
+    index: CheckpointIndex, selection: Selection, target: Path, force: bool, step: Step, *, shard_bytes: int | None
+) -> list[Path]:
+    """Write files for ``from_pretrained``; see ``export_checkpoint``."""
+    names = [(path.removeprefix(MODEL), spec) for path, spec in selection.tensors.items()]
+    ties = selection.outside_ties
+    shards = [names] if shard_bytes is None else safetensors.split(names, shard_bytes)
     paths = _shard_paths(target, len(shards))
     common = {"format": "pt", safetensors.STEP_KEY: str(index.info.step)}
     if selection.groups is not None:
         common[safetensors.GROUPS_KEY] = schema.to_json(selection.groups).decode()
         common[safetensors.SCALARS_KEY] = schema.to_json(selection.scalars).decode()
-    heads: dict[Path, bytes] = {}
-    entries: dict[Path, list[safetensors.TensorEntry]] = {}
-    with_prefix = {outside_name(path): path for path in selection.tensors}
+    files: dict[Path, tuple[bytes, list[safetensors.TensorEntry]]] = {}
     for number, (path, shard) in enumerate(zip(paths, shards, strict=True)):
         here = {name for name, _ in shard}
         tied = {alias: name for alias, name in ties.items() if name in here}
-        heads[path], entries[path] = safetensors.pack(shard, {**tied, **(common if number == 0 else {"format": "pt"})})
-    sizes = {path: len(heads[path]) + sum(entry.nbytes for entry in entries[path]) for path in paths}
+        files[path] = safetensors.pack(shard, {**tied, **(common if number == 0 else {"format": "pt"})})
+    sizes = {path: len(head) + sum(entry.nbytes for entry in entries) for path, (head, entries) in files.items()}
     listing = b""
     if len(paths) > 1:
-        weight_map = {entry.name: path.name for path in paths for entry in entries[path]}
+        weight_map = {entry.name: path.name for path, (_, entries) in files.items() for entry in entries}
         listing = safetensors.index_of(weight_map, selection.nbytes)
         sizes[target / safetensors.INDEX_NAME] = len(listing)
-    with (
-        BlockReader(index) as reader,
-        new_files(sizes, force=force, replaced=_others(target, sizes)) as fds,
-    ):
-        for path in paths:
-            write_tensors(reader, with_prefix, heads[path], entries[path], fds[path], step)
+    paths_of = {path.removeprefix(MODEL): path for path in selection.tensors}
+    with BlockReader(index) as reader, new_files(sizes, force=force, replaced=_others(target, sizes)) as fds:
+        for path, (head, entries) in files.items():
+            write_tensors(reader, paths_of, head, entries, fds[path], step)
         if listing:
             disk.write(fds[target / safetensors.INDEX_NAME], [memoryview(listing)], 0)
-    return Exported("safetensors", tuple(sizes), len(names), selection.nbytes, ties)
+    return list(sizes)
 
 
 def _shard_paths(target: Path, count: int) -> list[Path]:

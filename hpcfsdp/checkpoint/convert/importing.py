@@ -29,24 +29,16 @@ TENSORS_LEAST, BYTES_PER_TENSOR = 1 << 17, 1 << 10
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import.
-
-    Attributes:
-        format: of the source, one of ``FORMATS``.
-        tensors: their number, of the model and of the optimizer.
-        nbytes: of the tensors.
-        ties: (alias, path of the tensor).
-        extra: names of the values that were stored as ``extra``.
-    """
+    """The result of an import."""
 
     path: Path
-    format: str
+    format: str  # of the source, one of ``FORMATS``
     step: int
-    tensors: int
-    nbytes: int
-    ties: tuple[tuple[str, str], ...]
+    tensors: int  # of the model and of the optimizer
+    nbytes: int  # of the tensors
+    ties: tuple[tuple[str, str], ...]  # (alias, path of the tensor)
     has_optimizer: bool
-    extra: tuple[str, ...]
+    extra: tuple[str, ...]  # names of the values that were stored as ``extra``
 
 
 def import_checkpoint(
@@ -107,26 +99,10 @@ def import_checkpoint(
                 advance(elements.nbytes)
                 return elements
 
-            write_alone(
-                target,
-                found.specs,
-                read,
-                links=found.links,
-                step=step,
-                extra=found.extra,
-                groups=found.groups,
-                scalars=found.scalars,
-            )
-    return Imported(
-        target,
-        kind,
-        step,
-        len(found.specs),
-        nbytes,
-        tuple(found.links),
-        found.groups is not None,
-        tuple(map(str, found.extra)),
-    )
+            values = {"extra": found.extra, "groups": found.groups, "scalars": found.scalars}
+            write_alone(target, found.specs, read, links=found.links, step=step, **values)
+    extra, ties, has_optimizer = tuple(map(str, found.extra)), tuple(found.links), found.groups is not None
+    return Imported(target, kind, step, len(found.specs), nbytes, ties, has_optimizer, extra)
 
 
 def _format_of(path: Path, kind: str | None) -> str:
@@ -152,8 +128,7 @@ def _opened(kind: str, path: Path, optimizer: bool) -> contextlib.AbstractContex
         return open_safetensors(path, optimizer=optimizer)
     from hpcfsdp.checkpoint.convert import torch_source  # loads torch, which safetensors do without
 
-    if kind == "pt":
-        return torch_source.open_pt(path, optimizer=optimizer)
-    if not path.is_dir():
+    if kind == "dcp" and not path.is_dir():
         raise CheckpointError(f"{path}: is a file; a DCP checkpoint is a folder")
-    return torch_source.open_dcp(path, optimizer=optimizer)
+    opened = torch_source.open_pt if kind == "pt" else torch_source.open_dcp
+    return contextlib.nullcontext(opened(path, optimizer=optimizer))

@@ -1,24 +1,80 @@
-"""Write files for other programs: they appear when they are complete, or not at all."""
+"""What an export has, and files for other programs: they appear when they are complete, or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hpcfsdp.checkpoint.format import disk
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.catalog import new_token, partial_path, partials_of
 from hpcfsdp.checkpoint.format.disk import reason
+from hpcfsdp.checkpoint.format.index import CheckpointIndex
 from hpcfsdp.checkpoint.format.parts import remove_abandoned
+from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.inspect.names import matching
 from hpcfsdp.errors import CheckpointError
+
+MODEL = f"{schema.MODEL}/"
+OPTIM = f"{schema.OPTIM_STATE}/"
 
 Step = Callable[[int], None]
 """Called with the number of bytes since its last call."""
 
 Progress = Callable[[str, int], contextlib.AbstractContextManager[Step]]
 """Called with an activity and its number of bytes; gives a ``Step``."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The content of an export."""
+
+    tensors: dict[str, TensorSpec]  # by path, each once, in file order
+    ties: dict[str, str]  # alias of a tensor -> its path in `tensors`
+    groups: list[dict[str, Any]] | None  # of the optimizer; None without it
+    scalars: dict[str, Any] | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    @property
+    def outside_ties(self) -> dict[str, str]:
+        """By names in other formats: those of parameters, and paths of optimizer state."""
+        return {alias.removeprefix(MODEL): path.removeprefix(MODEL) for alias, path in self.ties.items()}
+
+
+def select(index: CheckpointIndex, patterns: Sequence[str], optimizer: bool) -> Selection:
+    """Choose tensors by patterns (none: all), with the optimizer's state or without.
+
+    Raise CheckpointError where no tensor is chosen, or the file has no optimizer.
+    """
+    if optimizer and index.param_groups is None:
+        raise CheckpointError(f"{index.info.path}: holds no optimizer: leave --optimizer out")
+    paths = [path for path in matching(index, patterns) if path.startswith((MODEL, OPTIM) if optimizer else MODEL)]
+    if not paths:
+        hint = "holds no model" if not patterns else "only the optimizer's state has such names: add --optimizer"
+        raise CheckpointError(f"{index.info.path}: {hint}")
+    tensors: dict[str, TensorSpec] = {}
+    ties: dict[str, str] = {}
+    kept: dict[str, str] = {}  # a tensor that is selected by an alias alone gets that name
+    for path in paths:
+        spec = index.resolve(path)
+        if kept.setdefault(spec.path, path) == path:
+            tensors[path] = spec
+        else:
+            ties[path] = kept[spec.path]
+    if not optimizer:
+        return Selection(tensors, ties, None, None)
+    stepped = {path.removeprefix(OPTIM).rsplit("/", 1)[0] for path in tensors if path.startswith(OPTIM)}
+    scalars = index.scalars or {}
+    if patterns:
+        scalars = {name: value for name, value in scalars.items() if name.rsplit("/", 1)[0] in stepped}
+    return Selection(tensors, ties, index.param_groups, scalars)
 
 
 @contextlib.contextmanager
@@ -67,15 +123,11 @@ def check_room(folder: Path, nbytes: int) -> None:
 def new_files(
     sizes: Mapping[Path, int], *, force: bool, replaced: Collection[Path] = ()
 ) -> Iterator[Mapping[Path, int]]:
-    """Write files of one folder under temporary names and rename them at the end, all or none.
+    """Write files of one folder, of these sizes, under temporary names and rename them at the end in order, or none.
 
     Yield descriptors by path. A single file replaces an older one atomically. Of several files the last is the index,
-    without which the others are useless: an older index is removed first, so that old and new files never mix.
-
-    Args:
-        sizes: bytes to reserve, by path, in the order of renaming.
-        force: whether these files, and those of `replaced`, may exist.
-        replaced: further files of the folder, removed at the end.
+    without which the others are useless: an older index is removed first, so that old and new files never mix. The
+    files, and those in `replaced`, which are removed at the end, may exist only with `force`.
     """
     first, index = next(iter(sizes)), list(sizes)[-1]
     # Killed between the names of the first files and that of the index: what is there belongs to no whole.
@@ -121,15 +173,14 @@ def new_files(
 
 
 @contextlib.contextmanager
-def new_folder(path: Path, nbytes: int, *, force: bool, ours: Callable[[Path], bool]) -> Iterator[Path]:
+def new_folder(path: Path, nbytes: int, *, force: bool, mark: str) -> Iterator[Path]:
     """Write a folder under a temporary name and rename it at the end; yield the temporary folder.
 
-    Args:
-        ours: whether an existing folder may be replaced with `force`.
+    With `force` an existing folder is replaced if it has a file `mark`.
     """
     check_absent(path, force=force)
     exists = os.path.lexists(path)
-    if exists and not ours(path):
+    if exists and not (path / mark).is_file():
         raise CheckpointError(f"{path}: is not a checkpoint of that format, so it is not replaced: remove it yourself")
     made = _missing_folders(path.parent)
     partial, old = (partial_path(path, new_token()) for _ in range(2))
@@ -157,7 +208,7 @@ def new_folder(path: Path, nbytes: int, *, force: bool, ours: Callable[[Path], b
 
 
 def _missing_folders(path: Path) -> list[Path]:
-    """Return a folder and its parents that do not exist, innermost first."""
+    """Return a folder and its parents that do not exist."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 

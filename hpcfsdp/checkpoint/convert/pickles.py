@@ -52,8 +52,9 @@ _ADDS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
 class _SharedObject:
     """An object that a pickle uses again: `own` counts its objects that are used once, `parts` has the others."""
 
-    def __init__(self) -> None:
-        self.own, self.parts = 1, []
+    def __init__(self, own: int = 1) -> None:
+        self.own = own
+        self.parts: list[_SharedObject] = []
         self.unfolded: int | None = None
 
 
@@ -66,31 +67,25 @@ def check_pickle(stream: io.BufferedIOBase, nbytes: int = 0) -> None:
 
     CheckpointError for more steps than the `nbytes` explain that the file, with its tensors, takes on the disk.
     """
-    begin = stream.tell()
-    used, count = _used(stream, STEPS_LEAST + nbytes // BYTES_PER_STEP)
+    begin, most_steps = stream.tell(), STEPS_LEAST + nbytes // BYTES_PER_STEP
+    fetched, count = set(), 0  # memo numbers, and opcodes
+    for opcode, argument, _ in pickletools.genops(stream):
+        count += 1
+        if count > most_steps:
+            raise CheckpointError(
+                f"its pickle has more than {most_steps} steps, too many for the size of the file: save long lists of "
+                "numbers as tensors"
+            )
+        if opcode.name in _GETS:
+            fetched.add(argument)
     stream.seek(begin)
     most = UNFOLDED_LEAST + UNFOLDED_PER_OBJECT * count
-    if _unfolded(_uses(stream, used, count), most) > most:
+    if _unfolded(_uses(stream, fetched, count), most) > most:
         raise ValueError("it holds lists or tuples that contain each other too often to be traversed")
 
 
-def _used(stream: io.BufferedIOBase, most: int) -> tuple[set[int], int]:
-    """Return the fetched memo numbers, and the number of opcodes; raise CheckpointError for more than `most`."""
-    used, count = set(), 0
-    for opcode, argument, _ in pickletools.genops(stream):
-        count += 1
-        if count > most:
-            raise CheckpointError(
-                f"its pickle has more than {most} steps, too many for the size of the file: save long lists of numbers "
-                "as tensors"
-            )
-        if opcode.name in _GETS:
-            used.add(argument)
-    return used, count
-
-
-def _uses(stream: io.BufferedIOBase, used: set[int], count: int) -> _SharedObject:
-    """Return all objects that a pickle fetches from its memo, once for each fetch."""
+def _uses(stream: io.BufferedIOBase, fetched: set[int], count: int) -> _SharedObject:
+    """Return all objects that a pickle of `count` opcodes fetches from its memo, once for each fetch."""
     stack: list[_Object | None] = []  # None: a mark
     memo: dict[int, _SharedObject] = {}
     uses, places = _SharedObject(), 0
@@ -102,7 +97,7 @@ def _uses(stream: io.BufferedIOBase, used: set[int], count: int) -> _SharedObjec
                 places += 1
                 if place > count:
                     raise ValueError("it numbers objects that it does not have")  # memory for all of them would be made
-                if place in used:
+                if place in fetched:
                     memo[place] = stack[-1] = _shared(stack[-1])
             elif name in _GETS:
                 stack.append(memo[argument])
@@ -124,10 +119,8 @@ def _step(stack: list[_Object | None], opcode: Any) -> None:
     fixed, popped = len(before), []
     if pickletools.markobject in before:
         fixed = before.index(pickletools.markobject)
-        while (part := stack.pop()) is not None:
-            popped.append(part)
-    for _ in range(fixed):
-        popped.append(stack.pop())
+        popped += iter(stack.pop, None)
+    popped += [stack.pop() for _ in range(fixed)]
     if opcode.name in _ADDS:
         holder = popped.pop()  # the lowest
         stack.append(_joined(holder, popped))
@@ -151,11 +144,7 @@ def _joined(holder: _Object, parts: list[_Object]) -> _Object:
 
 
 def _shared(found: _Object) -> _SharedObject:
-    if isinstance(found, _SharedObject):
-        return found
-    shared = _SharedObject()
-    shared.own = found
-    return shared
+    return found if isinstance(found, _SharedObject) else _SharedObject(found)
 
 
 def _unfolded(whole: _SharedObject, most: int) -> int:
@@ -192,8 +181,9 @@ _MOST_COMPRESSED = 1000
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read and check the metadata of a folder. Raise CheckpointError where they name foreign classes or are missing,
-    CheckpointCorruptError where they are damaged or name files outside the folder.
+    """Read and check the metadata of a folder.
+
+    Raise CheckpointError for foreign classes, CheckpointCorruptError for damage or files outside the folder.
     """
     path = folder / METADATA_NAME
     try:
@@ -286,20 +276,16 @@ def _check_file(folder: Path, name: str, nbytes: int) -> None:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
         raise ValueError(f"it names the file {name!r}, which is not in its folder")
-    path = folder / name
-    if not os.path.lexists(path):  # files that are not needed may be missing
-        return
-    with open_file(path) as fd:
-        MemoryBudget.of_file(fd).claim(nbytes)
+    if os.path.lexists(folder / name):  # files that are not needed may be missing
+        with open_file(folder / name) as fd:
+            MemoryBudget.of_file(fd).claim(nbytes)
 
 
 def _check_places(places: Any) -> None:
-    """Raise unless these are paths into a state dict, by entry name."""
-    if places is None or not isinstance(places, Mapping):
-        return
-    for key, place in places.items():
+    """Raise unless these are paths into a state dict, by entry name, if they are any."""
+    for key, place in places.items() if isinstance(places, Mapping) else ():
         keys = place if isinstance(place, tuple) else ()
-        if not keys or len(keys) > schema.MOST_LEVELS or not all(type(part) in (str, int) for part in keys):
+        if not 0 < len(keys) <= schema.MOST_LEVELS or not all(type(part) in (str, int) for part in keys):
             raise ValueError(f"{key if isinstance(key, str) else type(key)!r} has no path into a state dict")
 
 

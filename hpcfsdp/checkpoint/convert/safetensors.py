@@ -67,7 +67,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file: its name, torch's name of its dtype, its shape, and where its bytes begin in the file."""
+    """A tensor in a file, with torch's name of its dtype, and where its bytes begin."""
 
     name: str
     dtype: str
@@ -79,18 +79,15 @@ class TensorEntry:
         return math.prod(self.shape) * schema.numpy_dtype(self.dtype).itemsize
 
 
-def pack(
-    tensors: Sequence[tuple[str, schema.TensorSpec]], metadata: Mapping[str, str]
-) -> tuple[bytes, list[TensorEntry]]:
+def pack(tensors: Sequence[tuple[str, TensorSpec]], metadata: Mapping[str, str]) -> tuple[bytes, list[TensorEntry]]:
     """Return the first bytes of a file, and the tensors in the order in which they follow.
 
     Wide elements come first, which aligns every tensor to its element size. Raise CheckpointError for a dtype or name
     that the format does not support, or too large a header.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)}
-    order = sorted(tensors, key=lambda item: -item[1].itemsize)
-    end = 0
-    for name, spec in order:
+    entries, end = [], 0
+    for name, spec in sorted(tensors, key=lambda item: -item[1].itemsize):
         if spec.dtype not in _CODES:
             raise CheckpointError(
                 f"{name!r} has dtype {spec.dtype}, which safetensors does not support: leave it out with --names, or "
@@ -98,20 +95,17 @@ def pack(
             )
         if name in header:
             raise CheckpointError(f"{name!r} cannot be the name of a tensor in a safetensors file")
-        offsets = [end, end + spec.nbytes]
-        header[name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
-        end += spec.nbytes
+        begin, end = end, end + spec.nbytes
+        entries.append((name, spec, begin))
+        header[name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"the header would have {len(text)} bytes, readers take {MAX_HEADER_BYTES}: use --shard-bytes"
         )
-    begin = _LENGTH.size + len(text)
-    entries = [
-        TensorEntry(name, spec.dtype, spec.shape, begin + header[name]["data_offsets"][0]) for name, spec in order
-    ]
-    return _LENGTH.pack(len(text)) + text, entries
+    head = _LENGTH.pack(len(text)) + text
+    return head, [TensorEntry(name, spec.dtype, spec.shape, len(head) + begin) for name, spec, begin in entries]
 
 
 def parse(nbytes: int, read: Callable[[int, int], bytes]) -> tuple[list[TensorEntry], dict[str, str]]:
@@ -175,15 +169,15 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
 
 
-def split(tensors: Sequence[tuple[str, schema.TensorSpec]], shard_bytes: int) -> list[list[int]]:
-    """Return numbers of the tensors by file: in order, each file with at most `shard_bytes`, or one tensor."""
-    shards: list[list[int]] = []
+def split(tensors: Sequence[tuple[str, TensorSpec]], shard_bytes: int) -> list[list[tuple[str, TensorSpec]]]:
+    """Return the tensors by file: in order, each file with at most `shard_bytes`, or one tensor."""
+    shards: list[list[tuple[str, TensorSpec]]] = []
     filled = 0
-    for place, (_, spec) in enumerate(tensors):
+    for name, spec in tensors:
         if not shards or filled + spec.nbytes > shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(place)
+        shards[-1].append((name, spec))
         filled += spec.nbytes
     return shards
 
@@ -210,13 +204,19 @@ def open_safetensors(path: Path, *, optimizer: bool = True) -> Iterator[ImportSo
         for part, expected in _parts(path).items():
             fd = stack.enter_context(open_file(part))
             entries, own = _header(fd, part)
-            _check_listed(part, {entry.name for entry in entries}, expected)
+            names = {entry.name for entry in entries}
+            if expected is not None and names != expected:
+                missing, other = sorted(expected - names), sorted(names - expected)
+                lacks, omits = "lacks {!r}, which the index lists", "holds {!r}, which the index omits"
+                problem = lacks.format(missing[0]) if missing else omits.format(other[0])
+                raise CheckpointCorruptError(f"{part}: {problem}")
             twice = next((entry.name for entry in entries if entry.name in places), None)
             if twice is not None:
                 raise CheckpointCorruptError(f"{part}: {twice!r} is in another file too")
             places |= {entry.name: (fd, entry) for entry in entries}
             metadata |= own
-        by_path = {_path_of(name, metadata): place for name, place in places.items()}
+        of_optim = (_OPTIM,) if GROUPS_KEY in metadata else ()
+        by_path = {name if name.startswith(of_optim) else f"{schema.MODEL}/{name}": places[name] for name in places}
 
         def read(spec: TensorSpec, start: int, numel: int) -> np.ndarray:
             fd, entry = by_path[spec.path]
@@ -284,20 +284,6 @@ def _header(fd: int, path: Path) -> tuple[list[TensorEntry], dict[str, str]]:
             return parse(disk.size(fd), read)
     except ValueError as error:
         raise CheckpointCorruptError(f"{path}: damaged, or not a safetensors file: {error}") from None
-
-
-def _check_listed(part: Path, found: set[str], expected: set[str] | None) -> None:
-    if expected is None or found == expected:
-        return
-    missing, other = sorted(expected - found), sorted(found - expected)
-    problem = (
-        f"lacks {missing[0]!r}, which the index lists" if missing else f"holds {other[0]!r}, which the index omits"
-    )
-    raise CheckpointCorruptError(f"{part}: {problem}")
-
-
-def _path_of(name: str, metadata: Mapping[str, str]) -> str:
-    return name if GROUPS_KEY in metadata and name.startswith(_OPTIM) else f"{schema.MODEL}/{name}"
 
 
 def _with_metadata(path: Path, source: ImportSource, metadata: Mapping[str, str]) -> ImportSource:

@@ -19,42 +19,31 @@ OPTIM_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
 STEP_KEY = "step"
 
 _ALONE = "--no-optimizer imports only the model"
-
+_UNNAMED = (
+    "which has no name: make the optimizer with model.named_parameters(), or save the result of FSDP.optim_state_dict "
+    f"or torch.distributed.checkpoint.state_dict.get_optimizer_state_dict; {_ALONE}"
+)
 _KNOWN = f"a model is looked for under {', '.join(MODEL_KEYS)}, an optimizer under {', '.join(OPTIM_KEYS)}"
 
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor in a file that is being read.
-
-    Attributes:
-        fetch: returns it as a contiguous torch tensor on the CPU; None where the source reads elements.
-        identity: equal for names that share one tensor; None where the format does not record it.
-    """
+    """A tensor in a file that is being read."""
 
     shape: tuple[int, ...]
     dtype: str
-    fetch: Callable[[], Any] | None = None
-    identity: Hashable = None
+    fetch: Callable[[], Any] | None = None  # returns a contiguous tensor on the CPU; None: the source reads elements
+    identity: Hashable = None  # equal for names that share one tensor; None where the format does not record it
 
 
 @dataclass
 class ImportSource:
-    """The content of a checkpoint that an import writes.
+    """The content of a checkpoint that an import writes."""
 
-    Attributes:
-        tensors: by path in an hpcfsdp checkpoint.
-        reader: reads elements of a tensor; None: ``Stored.fetch`` gives whole ones.
-        links: (alias, path of the tensor).
-        groups, scalars: of the optimizer; None without one.
-        extra: values next to the tensors, as ``save`` takes them.
-        step: of training, if the source records it.
-    """
-
-    tensors: dict[str, Stored] = field(default_factory=dict)
-    reader: schema.Elements | None = None
-    links: list[tuple[str, str]] = field(default_factory=list)
-    groups: list[dict[str, Any]] | None = None
+    tensors: dict[str, Stored] = field(default_factory=dict)  # by path in an hpcfsdp checkpoint
+    reader: schema.Elements | None = None  # reads elements of a tensor; None: ``Stored.fetch`` gives whole ones
+    links: list[tuple[str, str]] = field(default_factory=list)  # (alias, path of the tensor)
+    groups: list[dict[str, Any]] | None = None  # of the optimizer; None without one
     scalars: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     step: int | None = None
@@ -62,7 +51,6 @@ class ImportSource:
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """The tensors, by their paths."""
         return [TensorSpec(path, stored.shape, stored.dtype) for path, stored in self.tensors.items()]
 
     def read(self, spec: TensorSpec, start: int, numel: int) -> np.ndarray:
@@ -103,10 +91,7 @@ class ImportSource:
             self.links.append((one, other))
 
     def _digest(self, spec: TensorSpec) -> bytes:
-        """Return a digest of a tensor's bytes.
-
-        Two tensors are read one after the other: alternating could read both repeatedly.
-        """
+        """Return that of a tensor's bytes. To read two tensors alternately could read both repeatedly."""
         digest = hashlib.blake2b()
         step = max(1, schema.BLOCK_BYTES // spec.itemsize)
         for start in range(0, spec.numel, step):
@@ -159,7 +144,13 @@ def _check_meant(tree: Mapping[Any, Any], models: list[str], optims: list[str]) 
                 f"{found[0]!r} and {found[1]!r} could both be meant: save the file with only one of them"
             )
     for key in OPTIM_KEYS:
-        _check_not_flattened(key, tree.get(key))
+        found = tree.get(key)
+        names = list(found) if isinstance(found, Mapping) else []
+        if names and all(isinstance(name, str) and name.startswith(("state.", "param_groups.")) for name in names):
+            raise CheckpointError(
+                f"{key!r} is a flattened optimizer state dict, which lacks the groups: save it with "
+                f"StateDictOptions(flatten_optimizer_state_dict=False); {_ALONE}"
+            )
     if models or optims:
         return
     nested = [key for key, value in tree.items() if not isinstance(value, Stored) and _has_tensors(value)]
@@ -186,16 +177,6 @@ def _is_optimizer(value: Any) -> bool:
     )
 
 
-def _check_not_flattened(key: str, value: Any) -> None:
-    if not isinstance(value, Mapping) or not value:
-        return
-    if all(isinstance(name, str) and name.startswith(("state.", "param_groups.")) for name in value):
-        raise CheckpointError(
-            f"{key!r} is a flattened optimizer state dict, which lacks the groups: save it with "
-            f"StateDictOptions(flatten_optimizer_state_dict=False); {_ALONE}"
-        )
-
-
 def _add_model(parts: ImportSource, model: Mapping[Any, Any], others: dict[Any, Any]) -> None:
     first: dict[Hashable, str] = {}
     for name, value in model.items():
@@ -203,12 +184,11 @@ def _add_model(parts: ImportSource, model: Mapping[Any, Any], others: dict[Any, 
             others[name] = _fetched(value)
             continue
         path = f"{schema.MODEL}/{name}"
-        if value.identity is not None and value.identity in first:
-            parts.links.append((path, first[value.identity]))
-            continue
-        if value.identity is not None:
-            first[value.identity] = path
-        parts.tensors[path] = value
+        kept = path if value.identity is None else first.setdefault(value.identity, path)
+        if kept == path:
+            parts.tensors[path] = value
+        else:
+            parts.links.append((path, kept))
 
 
 def _add_optimizer(parts: ImportSource, optimizer: Mapping[str, Any]) -> None:
@@ -217,32 +197,24 @@ def _add_optimizer(parts: ImportSource, optimizer: Mapping[str, Any]) -> None:
     parts.scalars = {}
     for param, state in optimizer["state"].items():
         if not isinstance(param, str) and param not in names:
-            raise CheckpointError(
-                f"the optimizer has state of parameter {param!r}, which has no name: make the optimizer "
-                "with model.named_parameters(), or save the result of FSDP.optim_state_dict or "
-                f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict; {_ALONE}"
-            )
+            raise CheckpointError(f"the optimizer has state of parameter {param!r}, {_UNNAMED}")
         fqn = names.get(param, param)
         if not isinstance(state, Mapping):
             raise CheckpointError(f"the optimizer's state of {fqn!r} is a {type(state).__name__}, not a dict; {_ALONE}")
         for key, value in state.items():
-            _add_state(parts, fqn, key, value)
-
-
-def _add_state(parts: ImportSource, fqn: str, key: Any, value: Any) -> None:
-    if not isinstance(key, str) or "/" in key:
-        raise CheckpointError(
-            f"the optimizer's state of {fqn!r} has the key {key!r}: it must be a name without /; {_ALONE}"
-        )
-    if isinstance(value, Stored):
-        parts.tensors[f"{schema.OPTIM_STATE}/{fqn}/{key}"] = value
-    elif isinstance(value, (bool, int, float)):
-        assert parts.scalars is not None
-        parts.scalars[f"{fqn}/{key}"] = value
-    elif value is not None:
-        raise CheckpointError(
-            f"optimizer state {key!r} of {fqn!r} is a {type(value).__name__}: tensors and numbers can be kept; {_ALONE}"
-        )
+            if not isinstance(key, str) or "/" in key:
+                raise CheckpointError(
+                    f"the optimizer's state of {fqn!r} has the key {key!r}: it must be a name without /; {_ALONE}"
+                )
+            if isinstance(value, Stored):
+                parts.tensors[f"{schema.OPTIM_STATE}/{fqn}/{key}"] = value
+            elif isinstance(value, (bool, int, float)):
+                parts.scalars[f"{fqn}/{key}"] = value
+            elif value is not None:
+                raise CheckpointError(
+                    f"optimizer state {key!r} of {fqn!r} is a {type(value).__name__}: tensors and numbers can be "
+                    f"kept; {_ALONE}"
+                )
 
 
 def _named_groups(groups: Any) -> tuple[dict[Any, str], list[dict[str, Any]]]:
@@ -260,11 +232,7 @@ def _named_groups(groups: Any) -> tuple[dict[Any, str], list[dict[str, Any]]]:
             names |= {**dict(numbered), **{str(param): name for param, name in numbered}}
         unknown = [param for param in params if not isinstance(param, str) and param not in names]
         if unknown:
-            raise CheckpointError(
-                f"param_groups[{index}] of the optimizer has parameter {unknown[0]!r}, which has no name: make "
-                "the optimizer with model.named_parameters(), or save the result of FSDP.optim_state_dict or "
-                f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict; {_ALONE}"
-            )
+            raise CheckpointError(f"param_groups[{index}] of the optimizer has parameter {unknown[0]!r}, {_UNNAMED}")
         hyper = {key: _fetched(value) for key, value in group.items() if key not in ("params", "param_names")}
         named.append({"params": [names.get(param, param) for param in params], **hyper})
     return names, named

@@ -10,7 +10,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hpcfsdp.checkpoint.convert.output import Step, new_files, new_folder
-from hpcfsdp.checkpoint.convert.selection import MODEL, OPTIM, Selection
+from hpcfsdp.checkpoint.convert.output import MODEL, OPTIM, Selection, Step, new_files, new_folder
 from hpcfsdp.checkpoint.convert.source import STEP_KEY
 from hpcfsdp.checkpoint.format import disk
 from hpcfsdp.checkpoint.format.access import open_file
@@ -28,31 +26,31 @@ from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointError
 
+METADATA_NAME = ".metadata"
+
 _ALIGNMENT = 64
+_PIECE_BYTES = 16 << 20
 
 
 class MappedTensors:
-    """Read-only tensors over mapped pages; a context manager, after which they must not be used.
+    """Read-only tensors over mapped pages. They must not be used after the context that ``open`` returns."""
 
-    ``open`` verifies all checksums. Tensors that are not contiguous in this one file are copied into a temporary file.
-    """
-
-    def __init__(self, index: CheckpointIndex, specs: Iterable[TensorSpec], spool_folder: Path) -> None:
-        """Touch no disk. `spool_folder` has room for the temporary file."""
-        self._index, self._specs = index, list(specs)
-        self._spool_folder = spool_folder
+    def __init__(self, index: CheckpointIndex) -> None:
+        self._index = index
         self._maps: list[mmap.mmap] = []
         self._places: dict[str, tuple[int, int]] = {}
-        self._stack = contextlib.ExitStack()
 
-    def open(self, step: Step) -> MappedTensors:
-        """Verify and map the tensors; raise as ``BlockReader``. Return the object itself, for ``with``."""
+    def open(self, paths: Iterable[str], spool_folder: Path, step: Step) -> contextlib.ExitStack:
+        """Verify and map the tensors; raise as ``BlockReader``.
+
+        Those that are not contiguous in this one file are copied into a temporary file, for which there is room.
+        """
         with contextlib.ExitStack() as stack:
             reader = stack.enter_context(BlockReader(self._index))
             fd = stack.enter_context(open_file(self._index.info.path, self._index.footer))
-            spool = stack.enter_context(tempfile.TemporaryFile(dir=self._spool_folder))
+            spool = stack.enter_context(tempfile.TemporaryFile(dir=spool_folder))
             end = 0
-            for spec in self._specs:
+            for spec in map(self._index.resolve, paths):
                 begin = self._begin_of(spec)
                 if begin is None:
                     end += -end % _ALIGNMENT
@@ -64,17 +62,10 @@ class MappedTensors:
                         disk.write(spool.fileno(), [memoryview(block.view(np.uint8))], end)
                         end += block.nbytes
                     step(block.nbytes)
-            self._maps = [_map(fd, stack), _map(spool.fileno(), stack)] if end else [_map(fd, stack)]
-            self._stack = stack.pop_all()
-        return self
-
-    def __enter__(self) -> MappedTensors:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+            for each in (fd, spool.fileno()) if end else (fd,):
+                self._maps.append(mmap.mmap(each, os.fstat(each).st_size, access=mmap.ACCESS_READ))
+                stack.callback(_unmap, self._maps[-1])
+            return stack.pop_all()
 
     def tensor(self, path: str) -> torch.Tensor:
         """Return a tensor by its own path, read-only."""
@@ -83,10 +74,10 @@ class MappedTensors:
         if not spec.numel:
             return torch.empty(spec.shape, dtype=dtype)
         which, offset = self._places[path]
-        pages = self._maps[which]
         with warnings.catch_warnings():  # that its memory cannot be written to
             warnings.simplefilter("ignore", UserWarning)
-            return torch.frombuffer(pages, dtype=dtype, count=spec.numel, offset=offset).view(spec.shape)
+            flat = torch.frombuffer(self._maps[which], dtype=dtype, count=spec.numel, offset=offset)
+        return flat.view(spec.shape)
 
     def release(self) -> None:
         """Drop the pages that have been read from this process's memory."""
@@ -100,27 +91,16 @@ class MappedTensors:
         return int(begins[0]) if len(begins) == 1 and not rows["file"].any() else None
 
 
-def _map(fd: int, stack: contextlib.ExitStack) -> mmap.mmap:
-    pages = mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ)
-    stack.callback(_unmap, pages)
-    return pages
-
-
 def _unmap(pages: mmap.mmap) -> None:
     with contextlib.suppress(BufferError):  # a tensor over it is alive: it goes with the last one
         pages.close()
 
 
-METADATA_NAME = ".metadata"
-
-_PIECE_BYTES = 16 << 20
-
-
 def to_pt(index: CheckpointIndex, selection: Selection, target: Path, force: bool, step: Step) -> list[Path]:
     """Write a state dict with ``torch.save``; see ``export_checkpoint``. Tied tensors share their storage."""
+    mapped = MappedTensors(index)
     with new_files({target: selection.nbytes}, force=force) as fds:
-        specs = (index.resolve(path) for path in selection.tensors)
-        with MappedTensors(index, specs, target.parent).open(step) as mapped:
+        with mapped.open(selection.tensors, target.parent, step):
             sink = _Sink(fds[target], mapped.release, step)
             try:
                 torch.save(_state_dict(index, selection, mapped), sink)
@@ -132,29 +112,22 @@ def to_pt(index: CheckpointIndex, selection: Selection, target: Path, force: boo
 
 
 def to_dcp(index: CheckpointIndex, selection: Selection, target: Path, force: bool, step: Step) -> list[Path]:
-    """Write a ``torch.distributed.checkpoint`` folder; see ``export_checkpoint``.
-
-    Each name of a tied tensor gets a copy.
-    """
-    copies = sum(selection.tensors[path].nbytes for path in selection.ties.values())
-    with new_folder(target, selection.nbytes + copies, force=force, ours=is_dcp) as folder:
-        specs = (index.resolve(path) for path in selection.tensors)
-        with MappedTensors(index, specs, folder.parent).open(step) as mapped, _quiet():
-            writer = dcp.FileSystemWriter(folder)
-            planner = _ReleasingPlanner(mapped.release, step)
-            try:
-                dcp.save(_state_dict(index, selection, mapped), storage_writer=writer, planner=planner, no_dist=True)
-            except CheckpointException as error:
-                first = next(iter(error.failures.values()))[0]
-                if isinstance(first, OSError):
-                    raise first from None
-                raise CheckpointError(f"{target}: torch could not write the checkpoint: {first}") from error
+    """Write a ``torch.distributed.checkpoint`` folder, with a copy for each name of a tied tensor."""
+    mapped, copies = MappedTensors(index), sum(selection.tensors[path].nbytes for path in selection.ties.values())
+    with (
+        new_folder(target, selection.nbytes + copies, force=force, mark=METADATA_NAME) as folder,
+        mapped.open(selection.tensors, folder.parent, step),
+        _quiet(),
+    ):
+        writer, planner = dcp.FileSystemWriter(folder), _ReleasingPlanner(mapped.release, step)
+        try:
+            dcp.save(_state_dict(index, selection, mapped), storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            first = next(iter(error.failures.values()))[0]
+            if isinstance(first, OSError):
+                raise first from None
+            raise CheckpointError(f"{target}: torch could not write the checkpoint: {first}") from error
     return sorted(target.iterdir())
-
-
-def is_dcp(path: Path) -> bool:
-    """Return whether a folder is a checkpoint of torch.distributed.checkpoint."""
-    return path.is_dir() and (path / METADATA_NAME).is_file()
 
 
 def _state_dict(index: CheckpointIndex, selection: Selection, mapped: MappedTensors) -> dict[str, Any]:
@@ -175,10 +148,7 @@ def _state_dict(index: CheckpointIndex, selection: Selection, mapped: MappedTens
 
 
 class _Sink:
-    """The file object for ``torch.save``.
-
-    It keeps errors until the end: torch's code does not handle them in between.
-    """
+    """The file object for ``torch.save``. It keeps errors until the end: torch does not handle them in between."""
 
     def __init__(self, fd: int, release: Callable[[], None], step: Step) -> None:
         self._fd, self._release, self._step = fd, release, step

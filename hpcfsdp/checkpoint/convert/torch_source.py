@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import pickle
@@ -31,8 +32,7 @@ _MEND = (
 )
 
 
-@contextlib.contextmanager
-def open_pt(path: Path, *, optimizer: bool = True) -> Iterator[ImportSource]:
+def open_pt(path: Path, *, optimizer: bool = True) -> ImportSource:
     """Open a file of ``torch.save``; its tensors stay in the file until they are read.
 
     A file of the format before torch 1.6 is read whole. Raise CheckpointError for content that only executing it could
@@ -49,8 +49,7 @@ def open_pt(path: Path, *, optimizer: bool = True) -> Iterator[ImportSource]:
             warnings.simplefilter("ignore", UserWarning)  # torch will change the class of storages
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     with naming_errors(path):
-        source = sort_out(_stored(tree, "", budget), optimizer=optimizer)
-    yield source
+        return sort_out(_stored(tree, "", budget), optimizer=optimizer)
 
 
 def check_torch_file(stream: Any, budget: MemoryBudget, nbytes: int) -> None:
@@ -72,8 +71,7 @@ def check_torch_file(stream: Any, budget: MemoryBudget, nbytes: int) -> None:
         check_pickle(io.BytesIO(archive.read(pickled[0])), nbytes)
 
 
-@contextlib.contextmanager
-def open_dcp(path: Path, *, optimizer: bool = True) -> Iterator[ImportSource]:
+def open_dcp(path: Path, *, optimizer: bool = True) -> ImportSource:
     """Open a folder of ``torch.distributed.checkpoint``; at most one tensor and one piece of it are in memory.
 
     Raise as ``open_pt``. Without `optimizer`, its state is not read.
@@ -89,12 +87,12 @@ def open_dcp(path: Path, *, optimizer: bool = True) -> Iterator[ImportSource]:
                 continue
             if isinstance(described, TensorStorageMetadata):
                 dtype = str(described.properties.dtype).removeprefix("torch.")
-                value: Any = Stored(tuple(described.size), dtype, _Fetch(reader, key, described))
+                fetch = functools.partial(reader.read_tensor, key, described)
+                value: Any = Stored(tuple(described.size), dtype, fetch)
             else:
-                value = reader.read_value(key)
+                value = reader.load(key)
             _put(tree, place, value)
-        source = sort_out(_with_lists(tree), optimizer=optimizer)
-    yield source
+        return sort_out(_with_lists(tree), optimizer=optimizer)
 
 
 def _stored(value: Any, place: str, budget: MemoryBudget, level: int = 0) -> Any:
@@ -168,15 +166,10 @@ class _Reader(dcp.FileSystemReader):
             found = self._read_whole(key, described)
             if found is not None:
                 return found
-        tensor = torch.empty(described.size, dtype=described.properties.dtype)
-        self._load({key: tensor})
-        return tensor
+        return self.load(key, torch.empty(described.size, dtype=described.properties.dtype))
 
     def _read_whole(self, key: str, described: TensorStorageMetadata) -> torch.Tensor | None:
-        """Read a tensor that was saved in one piece; None if it is compressed or not dense.
-
-        torch's reader would hold it twice.
-        """
+        """Read a tensor that was saved in one piece, which torch holds twice; None if it is compressed or not dense."""
         info = self.read_metadata().storage_data.get(MetadataIndex(key, described.chunks[0].offsets))
         if info is None or getattr(info, "transform_descriptors", None):
             return None
@@ -191,13 +184,9 @@ class _Reader(dcp.FileSystemReader):
                 raise ValueError(f"is a {tensor.dtype} of {list(tensor.shape)}, and another for {METADATA_NAME}")
         return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
-    def read_value(self, key: str) -> Any:
-        """Read a value that is no tensor."""
-        state = {key: None}
-        self._load(state)
-        return state[key]
-
-    def _load(self, state: dict[str, Any]) -> None:
+    def load(self, key: str, target: torch.Tensor | None = None) -> Any:
+        """Read a tensor into `target`, or a value that is no tensor; return it."""
+        state = {key: target}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # about loading in one process
             try:
@@ -207,8 +196,8 @@ class _Reader(dcp.FileSystemReader):
                 first = next(iter(error.failures.values()))[0]
                 if isinstance(first, (CheckpointError, OSError)):
                     raise first from None
-                [key] = state
                 raise CheckpointCorruptError(f"{self._folder}: damaged: {key!r}: {first_line(first)}") from error
+        return state[key]
 
 
 @contextlib.contextmanager
@@ -218,8 +207,12 @@ def _damage_of(where: Path | str, what: str = "") -> Iterator[None]:
         yield
     except (CheckpointError, OSError):
         raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{where}: {_MEND} ({_refused(error)})") from None
+    except pickle.UnpicklingError as error:  # torch's reason comes after a mark and before its advice
+        mark = "WeightsUnpickler error: "
+        lines = [line.strip() for line in str(error).splitlines()]
+        first = next((line for line in lines if line.startswith(mark)), first_line(error))
+        refused = first.removeprefix(mark).split(". Please")[0]
+        raise CheckpointError(f"{where}: {_MEND} ({refused})") from None
     except Exception as error:
         raise CheckpointCorruptError(f"{where}: damaged{what}: {first_line(error)}") from error
 
@@ -229,8 +222,7 @@ class _Slice(io.RawIOBase):
 
     def __init__(self, stream: io.BufferedReader, begin: int, nbytes: int) -> None:
         super().__init__()
-        self._stream, self._begin, self._nbytes = stream, begin, nbytes
-        self._place = 0
+        self._stream, self._begin, self._nbytes, self._place = stream, begin, nbytes, 0
 
     def readable(self) -> bool:
         return True
@@ -268,21 +260,3 @@ class _RestrictedPlanner(dcp.DefaultLoadPlanner):
             value.seek(0)
             self.state_dict[key] = torch.load(value, map_location="cpu", weights_only=True)
             _stored(self.state_dict[key], repr(key), budget)
-
-
-class _Fetch:
-    """Give a tensor of a folder when it is called."""
-
-    def __init__(self, reader: _Reader, key: str, described: TensorStorageMetadata) -> None:
-        self._of = reader, key, described
-
-    def __call__(self) -> torch.Tensor:
-        reader, key, described = self._of
-        return reader.read_tensor(key, described)
-
-
-def _refused(error: pickle.UnpicklingError) -> str:
-    """Return torch's reason for refusing a pickle, without its advice."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    first = next((line for line in lines if line.startswith("WeightsUnpickler error: ")), first_line(error))
-    return first.removeprefix("WeightsUnpickler error: ").split(". Please")[0]

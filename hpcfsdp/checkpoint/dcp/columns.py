@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -47,13 +48,9 @@ class ItemBox(NamedTuple):
 
 
 class SentBox(NamedTuple):
-    """Elements that one rank sends to another, or to itself.
+    """Elements that one rank sends to another, or to itself: of the sender's item, or the receiver's rows in the round.
 
-    Attributes:
-        peer: the other rank.
-        place: of the sender its item, of the receiver the number of the rows in the round.
-        within: the elements, counted from the first one of the item or of the rows. Its first dimension stands for all
-            leading dimensions that no part cuts.
+    The first dimension of `within`, counted from the first element of these, stands for all that no part cuts.
     """
 
     peer: int
@@ -112,18 +109,15 @@ def columns_of(plan: SavePlan) -> set[int]:
 
 
 def plan_rounds(plan: SavePlan, parts: Iterable[ItemBox]) -> tuple[SavePlan, list[tuple[ExchangeRound, ...]]]:
-    """Return a plan in which ranks write rows of tensors, and the rounds of each rank before. Pure.
+    """Return a plan in which ranks write rows of tensors, which `parts` tile, and the rounds of each rank before.
 
     Ranks that have parts of a tensor divide its rows equally. All ranks have equally many rounds. In the new plan a
     rank's blocks of rows follow its other blocks, in the order of its rounds.
-
-    Args:
-        parts: of the tensors to exchange, which they tile.
     """
     of_tensors: dict[int, list[ItemBox]] = {}
     for part in parts:
         of_tensors.setdefault(part.tensor, []).append(part)
-    rounds: list[dict[int, _Growing]] = []
+    rounds: list[_Growing] = []
     last, held = [-1] * plan.num_ranks, [0] * plan.num_ranks  # by rank: its last round, and bytes of rows in it
     exchanged, blocks = [], list[np.ndarray]()
     for tensor, of_tensor in sorted(of_tensors.items()):
@@ -138,40 +132,36 @@ def plan_rounds(plan: SavePlan, parts: Iterable[ItemBox]) -> tuple[SavePlan, lis
         for rank in cut.ranks:
             held[rank] = nbytes + (held[rank] if last[rank] == number else 0)
             last[rank] = number
-        rounds += [{} for _ in range(number + 1 - len(rounds))]
+        rounds += [defaultdict(lambda: ([], [], [])) for _ in range(number + 1 - len(rounds))]
         blocks += cut.add_to(rounds[number], tensor, of_tensor)
     kept = plan.blocks[~np.isin(plan.blocks["tensor"], exchanged)]
     # A rank's tensors are in the order of its rounds: both ascend.
     made = SavePlan(plan.specs, np.concatenate([kept, *blocks]), plan.links, plan.num_ranks)
     nothing = ExchangeRound()
     return made, [
-        tuple(now[rank].done() if rank in now else nothing for now in rounds) for rank in range(plan.num_ranks)
+        tuple(ExchangeRound(*map(tuple, now[rank])) if rank in now else nothing for now in rounds)
+        for rank in range(plan.num_ranks)
     ]
+
+
+_Growing: TypeAlias = defaultdict[int, tuple[list[SentBox], list[SentBox], list[RowRange]]]
+"""Of one round, by rank what its ``ExchangeRound`` will have."""
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """A tensor in chunks of rows, one for each of some ranks.
-
-    Attributes:
-        spec: of the tensor.
-        lead: leading dimensions that no part cuts, which count as one, at least 1.
-        rows: of the tensor.
-        chunk: rows of each rank but for the last one.
-        ranks: that have parts.
-        writers: that write the chunks.
-    """
+    """A tensor in chunks of rows, one for each of some ranks."""
 
     spec: TensorSpec
-    lead: int
+    lead: int  # leading dimensions that no part cuts, which count as one, at least 1
     rows: int
-    chunk: int
+    chunk: int  # rows of each rank but for the last one
     ranks: list[int]
     writers: list[int]
 
     @classmethod
     def of(cls, spec: TensorSpec, parts: Sequence[ItemBox], turn: int) -> _Cut | None:
-        """None if parts would have to be divided among too many ranks. In turn another rank writes a small tensor."""
+        """None if parts would have to be divided among too many ranks. In `turn` another rank writes a small tensor."""
         shape, ranks = spec.shape, sorted({part.rank for part in parts})
         cut = [any(part.box.sizes[dim] != size for part in parts) for dim, size in enumerate(shape)]
         lead = max(1, cut.index(True))
@@ -186,18 +176,16 @@ class _Cut:
 
     @property
     def row_numel(self) -> int:
-        """Elements of a row."""
         return math.prod(self.spec.shape[self.lead :])
 
-    def add_to(self, now: dict[int, _Growing], tensor: int, parts: Iterable[ItemBox]) -> list[np.ndarray]:
+    def add_to(self, now: _Growing, tensor: int, parts: Iterable[ItemBox]) -> list[np.ndarray]:
         """Add rows and pieces to a round; return the blocks of the rows."""
         places, blocks = [], []
         for number, rank in enumerate(self.writers):
             begin, end = number * self.chunk, min((number + 1) * self.chunk, self.rows)
             rows = RowRange(tensor, begin * self.row_numel, (end - begin, *self.spec.shape[self.lead :]))
-            mine = now.setdefault(rank, _Growing()).rows
-            places.append(len(mine))
-            mine.append(rows)
+            places.append(len(now[rank][2]))
+            now[rank][2].append(rows)
             blocks.append(rows_blocks(self.spec, rows))
             blocks[-1]["tensor"], blocks[-1]["rank"] = tensor, rank
         for part in parts:
@@ -208,8 +196,8 @@ class _Cut:
                 sizes, to = (end - first, *box.sizes[1:]), self.writers[number]
                 sent = Box((first - box.offsets[0], *(0 for _ in sizes[1:])), sizes)
                 arrived = Box((first - base, *box.offsets[1:]), sizes)
-                now.setdefault(part.rank, _Growing()).sent.append(SentBox(to, part.item, sent))
-                now[to].received.append(SentBox(part.rank, places[number], arrived))
+                now[part.rank][0].append(SentBox(to, part.item, sent))
+                now[to][1].append(SentBox(part.rank, places[number], arrived))
         return blocks
 
     def _flat(self, box: Box) -> Box:
@@ -229,23 +217,10 @@ def rows_blocks(spec: TensorSpec, rows: RowRange) -> np.ndarray:
     return box_blocks((spec.numel,), Box((rows.start,), (math.prod(rows.sizes),)), spec.itemsize)
 
 
-class _Growing:
-    """A ``ExchangeRound`` in the making."""
-
-    def __init__(self) -> None:
-        self.sent: list[SentBox] = []
-        self.received: list[SentBox] = []
-        self.rows: list[RowRange] = []
-
-    def done(self) -> ExchangeRound:
-        return ExchangeRound(tuple(self.sent), tuple(self.received), tuple(self.rows))
-
-
 class ColumnExchange:
     """Rounds of one save. Their memory is used again: new pages would take as long as the exchange itself."""
 
     def __init__(self, comm: Communicator) -> None:
-        """Not collective."""
         self._comm = comm
         self._memory: dict[str, torch.Tensor] = {}
 
@@ -258,10 +233,8 @@ class ColumnExchange:
     ) -> list[np.ndarray]:
         """Return the rows of a round, each as an array of its sizes, until the next round. Collective over `comm`.
 
-        Args:
-            specs: of the tensors of the round's rows.
-            values_of: the values of an item, of the shape of its box, in ``schema.numpy_dtype`` of its dtype.
-            agree: makes a context that is collective over `comm`: all ranks raise what one has raised in it.
+        An item's values come in the shape of its box and in ``schema.numpy_dtype``. In a context of `agree`, which is
+        collective too, all ranks raise what one raises.
         """
         size, rank = self._comm.size, self._comm.rank
         with agree():

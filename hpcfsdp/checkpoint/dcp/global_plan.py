@@ -9,7 +9,7 @@ import numpy as np
 from torch.distributed.checkpoint.planner import SavePlan as StatePlan, WriteItem, WriteItemType
 
 from hpcfsdp.checkpoint.dcp import columns
-from hpcfsdp.checkpoint.format import entry_names as names, schema
+from hpcfsdp.checkpoint.format import entry_names as names
 from hpcfsdp.checkpoint.format.entry_names import StateEntry
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, SavePlan, box_blocks, check_names, check_tiling
@@ -32,29 +32,27 @@ def plan_entries(plans: Sequence[StatePlan]) -> dict[str, StateEntry]:
         raise CheckpointError(f"the state dict's {both[0]!r} is a tensor on some ranks but not on others")
     # In the order of the state dict; names that its planner does not describe come last.
     ordered = [*(name for name in paths if name in kinds), *(name for name in kinds if name not in paths)]
-    known = {name: _checked_path(name, paths.get(name)) for name in ordered}
+    known: dict[str, names.Path] = {}
+    for name in ordered:  # some planners do not give the path as torch's own does
+        path = paths.get(name)
+        is_path = isinstance(path, tuple) and path and all(isinstance(key, (str, int)) for key in path)
+        known[name] = path if is_path else (name,)
     tensors = {name: path for name, path in known.items() if kinds[name] == {True}}
     return names.place_entries(tensors, {name: path for name, path in known.items() if name not in tensors})
-
-
-def _checked_path(name: str, path: Any) -> names.Path:
-    """Return the path of an entry in the state dict, if the planner gives it as torch's own does."""
-    if isinstance(path, tuple) and path and all(isinstance(key, (str, int)) for key in path):
-        return path
-    return (name,)
 
 
 def plan_tensors(plans: Sequence[StatePlan], entries: Mapping[str, StateEntry]) -> tuple[SavePlan, dict[str, int]]:
     """Return the plan of all ranks' blocks, and by the name of an entry the number of its tensor."""
     specs: dict[str, TensorSpec] = {}
-    blocks, owners = [np.empty(0, BLOCK_DTYPE)], {}
+    found, owners, blocks = [], {}, [np.empty(0, BLOCK_DTYPE)]
     tensors = {name: number for number, name in enumerate(n for n, e in entries.items() if e.kind == names.TENSOR)}
     for rank, plan in enumerate(plans):
         for item in plan.items:
             if item.tensor_data is None:
                 continue
-            name = item.index.fqn
-            spec, box = _spec(item, entries[name]), box_of(item)
+            name, box = item.index.fqn, box_of(item)
+            dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
+            spec = TensorSpec(entries[name].dataset, tuple(item.tensor_data.size), dtype)
             if specs.setdefault(name, spec) != spec:
                 raise CheckpointError(
                     f"{spec.path} is {list(spec.shape)} {spec.dtype} on rank {rank}, "
@@ -66,10 +64,12 @@ def plan_tensors(plans: Sequence[StatePlan], entries: Mapping[str, StateEntry]) 
                     f"rank {rank} has a block of size {list(box.sizes)} at {list(box.offsets)} of {spec.path}, but "
                     f"its shape is {list(spec.shape)}"
                 )
-            blocks.append(box_blocks(spec.shape, box, spec.itemsize))
-            blocks[-1]["tensor"], blocks[-1]["rank"] = tensors[name], rank
+            found.append((spec, box, tensors[name], rank))
     ordered = tuple(specs[name] for name in tensors)
     check_names(ordered, ())
+    for spec, box, tensor, rank in found:
+        blocks.append(box_blocks(spec.shape, box, spec.itemsize))
+        blocks[-1]["tensor"], blocks[-1]["rank"] = tensor, rank
     plan = SavePlan(ordered, np.concatenate(blocks), (), len(plans))
     check_tiling(plan)
     return plan, tensors
@@ -78,11 +78,7 @@ def plan_tensors(plans: Sequence[StatePlan], entries: Mapping[str, StateEntry]) 
 def plan_exchange(
     plans: Sequence[StatePlan], plan: SavePlan, tensors: Mapping[str, int]
 ) -> tuple[SavePlan, list[tuple[columns.ExchangeRound, ...]]]:
-    """Return a plan of longer runs, and the exchanges of each rank before; see ``columns``.
-
-    Args:
-        plan, tensors: of ``plan_tensors``.
-    """
+    """Return a plan of longer runs than that of ``plan_tensors``, and the exchanges of each rank; see ``columns``."""
     # Each rank reports the values of tensors among hyper-parameters that it writes itself.
     is_group = [spec.path.startswith(f"{names.GROUP_TENSORS}/") for spec in plan.specs]
     chosen = {tensor for tensor in columns.columns_of(plan) if not is_group[tensor]}
@@ -93,13 +89,6 @@ def plan_exchange(
         if item.tensor_data is not None and tensors[item.index.fqn] in chosen
     ]
     return columns.plan_rounds(plan, parts)
-
-
-def _spec(item: WriteItem, entry: StateEntry) -> TensorSpec:
-    dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
-    if not schema.supported(dtype):
-        raise CheckpointError(f"{entry.dataset!r} has dtype {dtype}, which checkpoints do not support: convert it")
-    return TensorSpec(entry.dataset, tuple(item.tensor_data.size), dtype)
 
 
 def box_of(item: WriteItem) -> Box:

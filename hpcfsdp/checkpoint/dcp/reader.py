@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,23 +67,26 @@ class HDF5Reader(StorageReader):
     def read_metadata(self) -> Metadata:
         """Describe the file's content, each tensor as one chunk; not collective.
 
-        ``dcp.load`` continues after an error of this method. So the error is raised by the next use:
-        ``set_up_storage_reader``, or reading the result.
+        ``dcp.load`` continues after an error of this method. So the next use raises it.
         """
         self._opened = self._failure = None
         try:
             if self._path is None:
                 raise CheckpointError("no path: give one to HDF5Reader, or as checkpoint_id to torch's load")
             index = open_index(Path(os.path.abspath(os.path.expanduser(self._path))))
-            known = EntryNames(_entries(index))
+            if index.state_dict is not None:
+                entries = [StateEntry.from_json(entry) for entry in index.state_dict]
+            else:
+                tensors = [*index.tensors, *index.links]
+                entries = names.native_entries(tensors, index.param_groups, index.scalars, index.extra)
+            known = EntryNames(entries)
         except CheckpointError as error:
             self._failure = error
             return Metadata(_Unreadable(error))
         request = EntryRequest(known, lambda one, other: _describe(index, one) == _describe(index, other))
         self._opened = index, request
-        return Metadata(
-            _FileDescription(known, request, index), {name: entry.path for name, entry in known.entries.items()}
-        )
+        paths = {name: entry.path for name, entry in known.entries.items()}
+        return Metadata(_FileDescription(known, request, index), paths)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise CheckpointError if the file could not be read, see ``open_index``. Not collective."""
@@ -97,10 +98,8 @@ class HDF5Reader(StorageReader):
 
         Raise CheckpointMismatchError if the names are not those of the file, under the same outer keys.
         """
-        index, _ = self._index()
-        self._settled(plan)
-        mark = index.footer.digest
-        return dataclasses.replace(plan, storage_data=(str(index.info.path), mark))
+        index, _ = self._settled(plan)
+        return dataclasses.replace(plan, storage_data=(str(index.info.path), index.footer.digest))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise CheckpointMismatchError if ranks have opened different files. On the coordinator alone."""
@@ -118,8 +117,7 @@ class HDF5Reader(StorageReader):
         Raise CheckpointError if they cannot be read, CheckpointCorruptError for a wrong checksum,
         CheckpointReplacedError if another file has replaced it.
         """
-        index, _ = self._index()
-        entries = self._settled(plan)
+        index, entries = self._settled(plan)
         found = [(entries[item.storage_index.fqn], item) for item in plan.items]
         # In the order of the file, the values that are no tensors before it.
         rows = {path: first for path, (first, _) in index.first_rows.items()}
@@ -128,17 +126,25 @@ class HDF5Reader(StorageReader):
         )
         with BlockReader(index, verify=self._verify) as reader:
             for entry, item in found:
-                if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, _pickled(value_of(index, entry)))
+                if item.type == LoadItemType.BYTE_IO:  # which a planner passes to torch.load; it was never on a disk
+                    stream = io.BytesIO()
+                    torch.save(value_of(index, entry), stream)
+                    stream.seek(0)
+                    planner.load_bytes(item, stream)
                 else:
                     _read_tensor(reader, index.resolve(entry.dataset), item, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _settled(self, plan: LoadPlan) -> dict[str, StateEntry]:
-        """Return the entry of each name of a plan."""
-        index, request = self._index()
+    def _settled(self, plan: LoadPlan) -> tuple[CheckpointIndex, dict[str, StateEntry]]:
+        """Return the opened file, and the entry of each name of a plan."""
+        if self._opened is None:
+            self.read_metadata()
+        if self._failure is not None:
+            raise self._failure
+        assert self._opened is not None
+        index, request = self._opened
         wanted = [item.storage_index.fqn for item in plan.items]
         try:
             entries = request.settled(wanted)
@@ -147,30 +153,15 @@ class HDF5Reader(StorageReader):
         for name in wanted:
             if name not in entries:
                 raise CheckpointMismatchError(f"{index.info.path}: holds no {name!r}")
-        return entries
-
-    def _index(self) -> tuple[CheckpointIndex, EntryRequest]:
-        if self._opened is None:
-            self.read_metadata()
-        if self._failure is not None:
-            raise self._failure
-        assert self._opened is not None
-        return self._opened
-
-
-def _entries(index: CheckpointIndex) -> list[StateEntry]:
-    if index.state_dict is not None:
-        return [StateEntry.from_json(entry) for entry in index.state_dict]
-    return names.native_entries([*index.tensors, *index.links], index.param_groups, index.scalars, index.extra)
+        return index, entries
 
 
 def value_of(index: CheckpointIndex, entry: StateEntry) -> Any:
     """Return the value of an entry without tensor."""
     if entry.kind == names.SCALAR:
         return from_plain((index.scalars or {})[str(entry.place[0])], entry.types)
-    return from_plain(
-        names.get_at(index.param_groups if entry.kind == names.GROUP else index.extra, entry.place), entry.types
-    )
+    values = index.param_groups if entry.kind == names.GROUP else index.extra
+    return from_plain(names.get_at(values, entry.place), entry.types)
 
 
 class _FileDescription(dict[str, Any]):
@@ -184,16 +175,14 @@ class _FileDescription(dict[str, Any]):
         return isinstance(name, str) and self._request.find(name) is not None
 
     def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        entry = self._request.find(name)
-        if entry is None:
+        found: TensorStorageMetadata | BytesStorageMetadata | None = self.get(name)
+        if found is None:
             raise KeyError(name)
-        return _describe(self._file, entry)
+        return found
 
     def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            return default
+        entry = self._request.find(name)
+        return default if entry is None else _describe(self._file, entry)
 
 
 class _Unreadable(dict[str, Any]):
@@ -218,14 +207,6 @@ def _describe(index: CheckpointIndex, entry: StateEntry) -> TensorStorageMetadat
     return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, spec.dtype)), size, [whole])
 
 
-def _pickled(value: Any) -> io.BytesIO:
-    """Return a value as planners expect it: they pass it to ``torch.load``. These bytes were never on a disk."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    stream.seek(0)
-    return stream
-
-
 def _read_tensor(reader: BlockReader, spec: TensorSpec, item: ReadItem, planner: LoadPlanner) -> None:
     target = planner.resolve_tensor(item).detach()
     box = Box(tuple(item.storage_offsets), tuple(item.lengths))
@@ -234,23 +215,16 @@ def _read_tensor(reader: BlockReader, spec: TensorSpec, item: ReadItem, planner:
             f"{reader.path}: the planner gives a tensor of shape {list(target.shape)} for a block of shape "
             f"{list(box.sizes)} of {spec.path}"
         )
-    for part, narrowed in slabs(box, spec.itemsize):
-        values = torch.from_numpy(read_box(reader, spec, part)).view(getattr(torch, spec.dtype))
-        narrowed(target).copy_(values.view(part.sizes))
-    planner.commit_tensor(item, target)
-
-
-def slabs(box: Box, itemsize: int) -> Iterator[tuple[Box, Callable[[torch.Tensor], torch.Tensor]]]:
-    """Yield parts of a box, of about ``AT_ONCE`` bytes along dimension 0, and functions that narrow its tensor."""
-    if not box.sizes:
-        yield box, lambda tensor: tensor
-        return
-    length = box.sizes[0]
-    step = max(1, AT_ONCE // max(1, box.numel // max(1, length) * itemsize))
+    length = box.sizes[0] if box.sizes else 1
+    step = max(1, AT_ONCE // max(1, box.numel // max(1, length) * spec.itemsize))
     for first in range(0, length, step):
-        size = min(step, length - first)
-        part = Box((box.offsets[0] + first, *box.offsets[1:]), (size, *box.sizes[1:]))
-        yield part, functools.partial(torch.narrow, dim=0, start=first, length=size)
+        part, there = box, target
+        if box.sizes:
+            there = target[first : first + step]
+            part = Box((box.offsets[0] + first, *box.offsets[1:]), tuple(there.shape))
+        values = torch.from_numpy(read_box(reader, spec, part)).view(getattr(torch, spec.dtype))
+        there.copy_(values.view(part.sizes))
+    planner.commit_tensor(item, target)
 
 
 def read_box(reader: BlockReader, spec: TensorSpec, box: Box) -> np.ndarray:

@@ -53,17 +53,14 @@ class Assignment:
     """The coordinator's message to a rank.
 
     Attributes:
-        path, token: of the temporary file, see ``TemporaryFile``.
         items: the rank's planned items, by name and offsets.
         places: by item, its tensor in the file and the tensor's first byte; None for other values.
-        num_ranks: that save.
         exchanged: the items that ranks exchange for rows of their tensors.
         rounds: in which they do; None if no rank exchanges anything.
         rows: by the number of a tensor in ``rounds``, itself and its first byte.
     """
 
-    path: Path
-    token: str
+    temporary: TemporaryFile
     items: tuple[MetadataIndex, ...]
     places: tuple[tuple[TensorSpec, int] | None, ...]
     num_ranks: int
@@ -78,9 +75,9 @@ class Written:
 
     Attributes:
         sums: the checksums of its blocks, uint64, as bytes.
-        row_sums: of the rank's first item alone, those of the rows that it has written instead of exchanged items.
         value: of an item without tensor, or of a hyper-parameter that is one; as JSON and arrays.
         types: the original types in ``value``.
+        row_sums: of the rank's first item alone, those of the rows that it has written instead of exchanged items.
     """
 
     sums: bytes = b""
@@ -190,21 +187,16 @@ class HDF5Writer(StorageWriter):
                 plan, rounds = plan_exchange(plans, plan, tensors)
             attributes = root_attributes(self._step, len(plans))
             metadata_image = build_metadata_image(plan.specs, (), len(plan.blocks), attributes, {})
-            token = new_token()
-            temporary = TemporaryFile(path, token)
+            temporary = TemporaryFile(path, new_token())
+            temporary.create(metadata_image.nbytes)
             self._discard = weakref.finalize(self, temporary.discard)
-            try:
-                temporary.create(metadata_image.nbytes)
-            except BaseException:
-                self._abandon()
-                raise
         items = [tuple(item.index for item in plan.items) for plan in plans]
         self._pending = _PlannedFile(temporary, plan, items, entries, attributes, metadata_image)
         messages = []
         for rank, (own, indices) in enumerate(zip(plans, items, strict=True)):
             known = [tensors.get(index.fqn) for index in indices]
             places = tuple(None if i is None else (plan.specs[i], metadata_image.offsets[i]) for i in known)
-            assignment = Assignment(path, token, indices, places, len(plans))
+            assignment = Assignment(temporary, indices, places, len(plans))
             if any(rounds):
                 mine = rounds[rank]
                 exchanged = frozenset(piece.place for round_ in mine for piece in round_.sent)
@@ -220,15 +212,14 @@ class HDF5Writer(StorageWriter):
         Raise CheckpointError if that fails, or a value cannot be stored. The file is then removed.
         """
         assignment = plan.storage_data
-        temporary = TemporaryFile(assignment.path, assignment.token)
         comm = None if assignment.rounds is None else cast(World, _world_here()).host
         try:
-            results = _write_items(temporary, plan.items, assignment, planner, comm)
+            results = _write_items(plan.items, assignment, planner, comm)
             whole = self._whole if assignment.num_ranks > 1 else ()
             digests = {item.index.fqn: _digest(item, planner) for item in whole}
             results.append(WriteResult(MetadataIndex(""), 0, digests))  # behind those of items
         except BaseException:
-            temporary.discard()  # the coordinator would not know in time
+            assignment.temporary.discard()  # the coordinator would not know in time
             raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -240,7 +231,8 @@ class HDF5Writer(StorageWriter):
         Raise CheckpointError if that fails; the file is then removed.
         """
         pending = self._pending
-        assert pending is not None
+        assert pending is not None and self._discard is not None
+        plan, planned = pending.plan, pending.metadata_image
         try:
             with naming_write_errors(pending.temporary.path):
                 _compare(pending, [own[-1].storage_data for own in results])
@@ -249,25 +241,18 @@ class HDF5Writer(StorageWriter):
                     raise CheckpointError("ranks have written other items than planned")
                 written = [[result.storage_data for result in own] for own in results]
                 sums = [b"".join([*(each.sums for each in own), *(each.row_sums for each in own)]) for own in written]
-                rows = extent_rows(pending.plan, pending.metadata_image.offsets, sums)
+                rows = extent_rows(plan, planned.offsets, sums)
                 rows = rows[np.lexsort((rows["start"], rows["tensor"]))]
-                metadata_image = build_metadata_image(
-                    pending.plan.specs,
-                    (),
-                    len(rows),
-                    pending.attributes,
-                    self._small_values(pending.entries, [result for own in results for result in own]),
-                )
-                if (metadata_image.offsets, metadata_image.table) != (
-                    pending.metadata_image.offsets,
-                    pending.metadata_image.table,
-                ):
+                small = self._small_values(pending.entries, [result for own in results for result in own])
+                made = build_metadata_image(plan.specs, (), len(rows), pending.attributes, small)
+                if (made.offsets, made.table) != (planned.offsets, planned.table):
                     raise CheckpointError("HDF5 laid the file out in another way than when it was created")
-                pending.temporary.commit(metadata_image, rows)
+                pending.temporary.commit(made, rows)
         except BaseException:
             self._abandon()
             raise
-        self._keep()
+        self._discard.detach()
+        self._discard = self._pending = None
 
     def _small_values(
         self, entries: Mapping[str, StateEntry], results: Iterable[WriteResult]
@@ -313,11 +298,6 @@ class HDF5Writer(StorageWriter):
         """Remove the file of an earlier save that did not finish."""
         if self._discard is not None:
             self._discard()
-        self._keep()
-
-    def _keep(self) -> None:
-        if self._discard is not None:
-            self._discard.detach()
         self._discard = self._pending = None
 
 
@@ -335,17 +315,10 @@ def _world_here() -> World | None:
 
 
 def _write_items(
-    temporary: TemporaryFile,
-    items: Sequence[WriteItem],
-    assignment: Assignment,
-    planner: SavePlanner,
-    comm: Communicator | None,
+    items: Sequence[WriteItem], assignment: Assignment, planner: SavePlanner, comm: Communicator | None
 ) -> list[WriteResult]:
     """Write tensors and look up other values. Collective over `comm`, None if ranks exchange nothing."""
-
-    def agree() -> contextlib.AbstractContextManager[None]:
-        return _agreeing(comm, temporary)
-
+    agree = functools.partial(_agreeing, comm, assignment.temporary)
     with contextlib.ExitStack() as stack:
         with agree():
             if tuple(item.index for item in items) != assignment.items:
@@ -356,7 +329,7 @@ def _write_items(
             own = [n for n, place in enumerate(assignment.places) if place and n not in assignment.exchanged]
             fd = -1
             if assignment.rows or any(box_of(items[number]).numel for number in own):
-                fd = stack.enter_context(temporary.opened())
+                fd = stack.enter_context(assignment.temporary.opened())
             written = {n: _look_up(items[n], planner) for n, place in enumerate(assignment.places) if place is None}
             written |= dict.fromkeys(assignment.exchanged, Written())
             written |= _write_own(fd, items, own, assignment, planner)
@@ -402,19 +375,27 @@ def _values_of(items: Sequence[WriteItem], assignment: Assignment, planner: Save
 
 
 def _write_own(
-    fd: int,
-    items: Sequence[WriteItem],
-    own: Sequence[int],
-    assignment: Assignment,
-    planner: SavePlanner,
+    fd: int, items: Sequence[WriteItem], own: Sequence[int], assignment: Assignment, planner: SavePlanner
 ) -> dict[int, Written]:
-    """Write these items, tensors, from where they are."""
+    """Write these items, tensors, from where they are. One at a time is made contiguous, or copied to the CPU."""
     places = [place for number in own if (place := assignment.places[number])]
     specs, offsets = [spec for spec, _ in places], [offset for _, offset in places]
     per_item = [box_blocks(spec.shape, box_of(items[n]), spec.itemsize) for n, spec in zip(own, specs, strict=True)]
     plan, edges = _plan_of(specs, per_item), np.cumsum([0, *map(len, per_item)])
-    memory = _Memory([items[number] for number in own], plan, edges, planner)
-    sums = BlockWriter(fd, plan, offsets, memory.bytes_of).write(np.arange(len(plan.blocks)))
+    numels = plan.blocks["numel"].astype(np.int64) * plan.blocks["count"]
+    begins = np.cumsum(numels) - numels
+    first = np.append(begins, 0)[edges[:-1]]  # of each item; one without blocks is not asked for
+    begins -= first[plan.blocks["tensor"]]
+    flat: tuple[int, torch.Tensor] | None = None
+
+    def bytes_of(index: int) -> np.ndarray:
+        nonlocal flat
+        place = int(plan.blocks["tensor"][index])
+        if flat is None or flat[0] != place:
+            flat = place, _flat(items[own[place]], specs[place], planner)
+        return as_bytes(flat[1][begins[index] : begins[index] + numels[index]].cpu())
+
+    sums = BlockWriter(fd, plan, offsets, bytes_of).write(np.arange(len(plan.blocks)))
     found = {}
     for number, spec, begin, end in zip(own, specs, edges[:-1], edges[1:], strict=True):
         is_group = spec.path.startswith(f"{names.GROUP_TENSORS}/")
@@ -484,30 +465,6 @@ def _look_up(item: WriteItem, planner: SavePlanner) -> Written:
             "lookup_object to return it, only pickled bytes: derive the planner from DefaultSavePlanner"
         )
     return Written(b"", *to_plain(f"the state dict's {item.index.fqn!r}", look_up(item.index)))
-
-
-class _Memory:
-    """The bytes of blocks, from the planner's tensors.
-
-    One tensor at a time is made contiguous, or copied to the CPU.
-    """
-
-    def __init__(self, items: Sequence[WriteItem], plan: SavePlan, edges: np.ndarray, planner: SavePlanner) -> None:
-        self._items, self._plan, self._planner = items, plan, planner
-        numels = plan.blocks["numel"].astype(np.int64) * plan.blocks["count"]
-        ends = np.cumsum(numels)
-        first = np.append(ends - numels, 0)[edges[:-1]]  # of each item; one without blocks is not asked for
-        self._begins = ends - numels - first[plan.blocks["tensor"]]
-        self._ends = self._begins + numels
-        self._flat: tuple[int, torch.Tensor] | None = None
-
-    def bytes_of(self, index: int) -> np.ndarray:
-        """Return the bytes of a block, by its place in the plan; see ``BytesOf``."""
-        place = int(self._plan.blocks["tensor"][index])
-        if self._flat is None or self._flat[0] != place:
-            self._flat = place, _flat(self._items[place], self._plan.specs[place], self._planner)
-        part = self._flat[1][self._begins[index] : self._ends[index]]
-        return as_bytes(part.cpu())
 
 
 def _flat(item: WriteItem, spec: TensorSpec, planner: SavePlanner) -> torch.Tensor:

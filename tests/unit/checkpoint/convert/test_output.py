@@ -74,10 +74,10 @@ def test_one_file_takes_the_place_of_another_at_once(tmp_path):
 def test_a_folder_that_fails_leaves_the_old_one(tmp_path):
     target = tmp_path / "a"
     for force in (False, True):
-        with new_folder(target, 0, force=force, ours=lambda path: True) as folder:
+        with new_folder(target, 0, force=force, mark="x") as folder:
             (folder / "x").write_text(str(force))
     assert texts(target) == {"x": "True"}
-    with pytest.raises(ValueError), new_folder(target, 0, force=True, ours=lambda path: True) as folder:
+    with pytest.raises(ValueError), new_folder(target, 0, force=True, mark="x") as folder:
         (folder / "x").write_text("half")
         raise ValueError
     assert texts(target) == {"x": "True"}
@@ -89,7 +89,7 @@ def test_folders_that_were_made_go_again(tmp_path):
         raise ValueError
     with (
         pytest.raises(ValueError),
-        new_folder(tmp_path / "b" / "c" / "d", 1, force=False, ours=lambda path: True),
+        new_folder(tmp_path / "b" / "c" / "d", 1, force=False, mark="x"),
     ):
         raise ValueError
     assert os.listdir(tmp_path) == []

@@ -126,7 +126,7 @@ def test_a_dtype_that_checkpoints_do_not_hold_is_named(code):
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 60))
 def test_shards_hold_what_fits_in_order(sizes, shard_bytes):
     tensors = [(str(place), TensorSpec("x", (size,), "int8")) for place, size in enumerate(sizes)]
-    shards = own.split(tensors, shard_bytes)
+    shards = [[int(name) for name, _ in shard] for shard in own.split(tensors, shard_bytes)]
     assert [place for shard in shards for place in shard] == list(range(len(sizes)))
     for shard in shards:
         assert len(shard) == 1 or sum(sizes[place] for place in shard) <= shard_bytes
