@@ -415,7 +415,7 @@ class Requests:
             is_complete = self._test()
         except MPI.Exception as error:
             self.cancel()
-            where = f"{self._call.label} on rank {self._call.rank}"
+            where = f"{self._call.label} on rank {self._matcher.rank}"
             raise CommunicationError(f"{where}: {error.Get_error_string()}") from None
         if not is_complete:
             self._polls += 1
