@@ -18,34 +18,20 @@ _OF_THE_LIBRARY = (_WAIT_LOG_S, _HANG_S, _REGISTERED_MEMORY, _PROGRESS_THREAD)
 
 
 class Scheduler(NamedTuple):
-    """The variables that a scheduler, or its launcher, sets in the processes of a job. Empty where it has none.
-
-    Attributes:
-        jobs: each may hold the number of the job; the first that is set counts.
-        array_index: the place of the job in an array, where `jobs` do not distinguish jobs of an array.
-        restarts: how often the job was requeued.
-        end: when the job ends, in seconds since the epoch.
-        size, rank: the number of processes that its launcher has started, and the rank of this one.
-    """
+    """The variables that a scheduler, or its launcher, sets in the processes of a job. Empty where it has none."""
 
     name: str
-    jobs: tuple[str, ...]
-    array_index: str = ""
-    restarts: str = ""
-    end: str = ""
-    size: str = ""
-    rank: str = ""
+    jobs: tuple[str, ...]  # each may hold the number of the job; the first that is set counts
+    array_index: str = ""  # the place of the job in an array, where `jobs` do not distinguish jobs of an array
+    size: str = ""  # the number of processes that its launcher has started
+    rank: str = ""  # of this one
+    restarts: str = ""  # how often the job was requeued
+    end: str = ""  # when the job ends, in seconds since the epoch
 
 
+_SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_RESTART_COUNT", "SLURM_JOB_END_TIME")
 SCHEDULERS = (
-    Scheduler(
-        "SLURM",
-        ("SLURM_JOB_ID",),
-        restarts="SLURM_RESTART_COUNT",
-        end="SLURM_JOB_END_TIME",
-        size="SLURM_STEP_NUM_TASKS",
-        rank="SLURM_PROCID",
-    ),
+    Scheduler("SLURM", ("SLURM_JOB_ID",), "", *_SLURM),
     Scheduler("PBS", ("PBS_JOBID",)),  # the number of a job of an array has its index in it
     Scheduler("LSF", ("LSB_JOBID",), array_index="LSB_JOBINDEX", size="JSM_NAMESPACE_SIZE", rank="JSM_NAMESPACE_RANK"),
     # A script of flux batch knows the enclosing job alone.
@@ -56,19 +42,12 @@ SCHEDULERS = (
 
 
 class SchedulerJob(NamedTuple):
-    """A job as a scheduler's variables describe it. Empty, or None, where they do not.
+    """A job as a scheduler's variables describe it. Empty, or None, where they do not."""
 
-    Attributes:
-        number: the scheduler's name of the job, also among the jobs of an array.
-        restarts: how often it was requeued.
-        end_s: when it ends, in seconds since the epoch.
-        scheduler: the `name` in ``SCHEDULERS``.
-    """
-
-    number: str = ""
-    restarts: str = ""
-    end_s: float | None = None
-    scheduler: str = ""
+    number: str = ""  # the scheduler's name of the job, also among the jobs of an array
+    restarts: str = ""  # how often it was requeued
+    end_s: float | None = None  # since the epoch
+    scheduler: str = ""  # its name in ``SCHEDULERS``
 
 
 # Launchers' variables for the number of processes, the most specific first. SLURM's variable is last: processes that an
@@ -84,18 +63,9 @@ _OPEN_MPI_MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
 _DIAGNOSTIC = (
     *_LAUNCHER_SIZES,
     *_LAUNCHER_RANKS,
-    "CUDA_VISIBLE_DEVICES",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "MPI4PY_RC_THREAD_LEVEL",
-    "MPICH_GPU_SUPPORT_ENABLED",
-    "NCCL_SOCKET_IFNAME",
-    "OMPI_ALLOW_RUN_AS_ROOT",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
-    "OMP_NUM_THREADS",
-    "SLURM_JOB_ID",
-    "SLURM_MPI_TYPE",
-    "SLURM_STEP_ID",
+    *("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "MPI4PY_RC_THREAD_LEVEL", "MPICH_GPU_SUPPORT_ENABLED"),
+    *("NCCL_SOCKET_IFNAME", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMP_NUM_THREADS"),
+    *("SLURM_JOB_ID", "SLURM_MPI_TYPE", "SLURM_STEP_ID"),
 )
 
 
@@ -105,11 +75,8 @@ _exported: dict[str, str] = {}
 
 def launcher_size() -> tuple[str, int] | None:
     """Return the launcher's variable for the number of processes, and the number; None without a launcher."""
-    for name in _LAUNCHER_SIZES:
-        value = os.environ.get(name, "")
-        if value.isdecimal():
-            return name, int(value)
-    return None
+    values = ((name, os.environ.get(name, "")) for name in _LAUNCHER_SIZES)
+    return next(((name, int(value)) for name, value in values if value.isdecimal()), None)
 
 
 def torchrun_size() -> int:
@@ -264,10 +231,10 @@ def scheduler_jobs() -> list[SchedulerJob]:
     for scheduler in SCHEDULERS:
         number = next((os.environ[name] for name in scheduler.jobs if os.environ.get(name)), "")
         index, end = os.environ.get(scheduler.array_index, ""), os.environ.get(scheduler.end, "")
-        if number or end:
+        end_s = float(end) if end.isdecimal() and int(end) else None
+        if number or end_s is not None:
             number += f"[{index}]" if index not in ("", "0") else ""
             restarts = os.environ.get(scheduler.restarts, "0") if scheduler.restarts else ""
-            end_s = float(end) if end.isdecimal() and int(end) else None
             found.append(SchedulerJob(number, restarts, end_s, scheduler.name))
     return found
 

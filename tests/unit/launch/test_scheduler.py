@@ -79,6 +79,12 @@ def test_slurms_variable_is_enough(command, monkeypatch):
     assert scheduler.job_end() == 1795428000.0
 
 
+def test_a_variable_without_an_end_or_a_job_is_no_job(command, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "0")
+    command("squeue", "2026-11-23T10:00:00")
+    assert env.scheduler_jobs() == [] and scheduler.job_end() is None
+
+
 def test_an_older_slurm_is_asked(command, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     arguments = command("squeue", "2026-11-23T10:00:00")
