@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hpcfsdp import env
 from hpcfsdp.errors import LaunchError, UsageError
@@ -14,6 +14,11 @@ from hpcfsdp.hang.calls import public_call
 from hpcfsdp.launch import scheduler
 from hpcfsdp.launch.signals import StopSignals, ignore_stop_signals
 from hpcfsdp.world import World, current_world, finalize
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpcfsdp.comm.communicator import Work
 
 EXIT_REQUEUE = 75
 """Stopped with a complete checkpoint, run me again (EX_TEMPFAIL of sysexits.h)."""
@@ -49,7 +54,8 @@ class Preemption:
         self._asked_s: float | None = None
         self._longest_s = 0.0
         """The longest time between two calls: a step, and mostly a checkpoint."""
-        self._exchange: _Exchange | None = None
+        self._asked: tuple[torch.Tensor, Work | None] | None = None
+        """What the ranks ask each other in the background: see ``_ask``."""
 
     def __enter__(self) -> Preemption:
         self._signals.__enter__()
@@ -92,28 +98,35 @@ class Preemption:
         now_s = time.monotonic()
         step_s = 0.0 if self._asked_s is None else now_s - self._asked_s
         self._asked_s, self._longest_s = now_s, max(self._longest_s, step_s)
-        if self._exchange is not None:
-            self._decide(self._exchange, at_once=False)
-            self._exchange = None
+        if self._asked is not None:
+            self._decide(*self._asked, at_once=False)
+            self._asked = None
         self._since += 1
         if not self.reason and self._since >= self._every:
             self._since = 0
-            number, ends = self._signals.received, self._ends()
-            self._exchange = _Exchange(world, step, number, ends, self._end_s, step_s)
+            left_s, before_s = self.seconds_left(), self._before_end_s
+            early_s = 2 * self._longest_s + _SPARE_S if before_s is None else before_s
+            number, ends = self._signals.received, left_s is not None and before_s != 0 and left_s <= early_s
+            self._asked = self._ask(world, step, number, ends, step_s)
             if number or ends:
-                self._decide(self._exchange, at_once=True)
+                self._decide(*self._asked, at_once=True)
         return bool(self.reason)
 
-    def _ends(self) -> bool:
-        """Return whether the job ends soon, as far as this rank knows."""
-        left_s, before_s = self.seconds_left(), self._before_end_s
-        if left_s is None or before_s == 0:
-            return False
-        return left_s <= (2 * self._longest_s + _SPARE_S if before_s is None else before_s)
+    def _ask(self, world: World, step: int, number: int, ends: bool, step_s: float) -> tuple[torch.Tensor, Work | None]:
+        """Begin to exchange signals, and whether the job ends soon. Collective over all ranks."""
+        import torch  # MPI has started by now
 
-    def _decide(self, exchange: _Exchange, *, at_once: bool) -> None:
+        end_s = -1.0 if self._end_s is None else self._end_s
+        asked = [number, ends, not (number or ends), end_s, step_s]
+        values = torch.tensor(asked, dtype=torch.float64, device="cpu")  # host memory: it need not wait for a device
+        return values, world.host.all_reduce(values, "max", label=f"stop.requested({step})", async_op=True)
+
+    def _decide(self, values: torch.Tensor, work: Work | None, *, at_once: bool) -> None:
         """Stop if a rank has asked for it; `at_once`: only if all have, since the others do not wait for the answer."""
-        number, ends, some_goes_on, self._end_s, step_s = exchange.result()
+        if work is not None:
+            work.wait()
+        signal_number, ends, some_goes_on, end_s, step_s = values.tolist()
+        number, self._end_s = int(signal_number), None if end_s < 0 else end_s
         if step_s > 0:  # from what all ranks know alike, and not from a clock: they must ask at the same steps
             self._every = max(1, min(_MOST_STEPS, 2 * self._every, int(_EVERY_S / step_s)))
         if not (number or ends) or (at_once and some_goes_on):
@@ -123,27 +136,6 @@ class Preemption:
             self.reason = f"signal {number} ({signal.Signals(number).name})"
         else:
             self.reason = f"{self.seconds_left():.0f} s before the end of the job"
-
-
-class _Exchange:
-    """An exchange between all ranks in the background. To create one is collective over all ranks."""
-
-    def __init__(self, world: World, step: int, number: int, ends: bool, end_s: float | None, step_s: float) -> None:
-        import torch  # MPI has started by now
-
-        asks = bool(number or ends)
-        self._values = torch.tensor(
-            [number, ends, not asks, -1.0 if end_s is None else end_s, step_s], dtype=torch.float64, device="cpu"
-        )
-        # In host memory: it need not wait for a device.
-        self._work = world.host.all_reduce(self._values, "max", label=f"stop.requested({step})", async_op=True)
-
-    def result(self) -> tuple[int, bool, bool, float | None, float]:
-        """Return the signal, whether the job ends, whether a rank goes on, when the job ends, the longest step."""
-        if self._work is not None:
-            self._work.wait()
-        number, ends, some_goes_on, end_s, step_s = self._values.tolist()
-        return int(number), bool(ends), bool(some_goes_on), None if end_s < 0 else end_s, step_s
 
 
 def preemption(*, before_end_s: float | None = None) -> Preemption:

@@ -41,19 +41,13 @@ def has_come(mark: Mark) -> bool:
 
 @dataclass
 class Interval:
-    """The time between two moments, of one or several steps.
-
-    Attributes:
-        waits: (begin, end) of waits for communication that have not been added up.
-        waited_s: the sum of the others.
-        pauses: (begin, end) of times that do not count.
-    """
+    """The time between two moments, of one or several steps."""
 
     begin: Mark
     end: Mark = None
-    waits: list[tuple[Mark, Mark]] = field(default_factory=list)
-    waited_s: float = 0.0
-    pauses: list[tuple[Mark, Mark]] = field(default_factory=list)
+    waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # for communication, not added up yet: begin, end
+    waited_s: float = 0.0  # the sum of the others
+    pauses: list[tuple[Mark, Mark]] = field(default_factory=list)  # (begin, end) of times that do not count
 
     def add_up(self) -> None:
         """Add up the waits that are over."""
@@ -83,21 +77,14 @@ class TraceSlice:
 
 
 class Recorder:
-    """Collects the waits of this rank, and spans while ``traces``.
-
-    Attributes:
-        device: the times of its streams are read from events.
-        traces: whether spans are kept.
-        spans: since ``traces`` was set.
-        gathered_bytes: of gathered parameters that are in memory now, counted since the recorder was made.
-        most_gathered_bytes: the most since ``pop_most_gathered``.
-    """
+    """Collects the waits of this rank, and spans while ``traces``."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = device  # the times of its streams are read from events
         self.is_timed = accelerator.is_accelerator(device)
         self.traces = False
-        self.spans: list[TraceSlice] = []
+        self.spans: list[TraceSlice] = []  # since `traces` was set
+        # Of gathered parameters that are in memory now, counted since the recorder was made, and at most.
         self.gathered_bytes = self.most_gathered_bytes = 0
         self._compute = accelerator.current_stream(device) if self.is_timed else None
         self._open: dict[tuple[str, str], Mark] = {}  # the phases that units are in
@@ -150,23 +137,16 @@ class Recorder:
         self._depth -= 1
         if not self._depth:  # otherwise the outer wait counts
             self._add_wait(begun[0], self.now())
-        if self.traces:
-            self.spans.append(TraceSlice(WAITS, label, begun[1], time.perf_counter_ns()))
+        self.add_span(WAITS, label, begun[1], time.perf_counter_ns())
 
     def stream_waits(self, track: str, why: str, stream: torch.Stream, event: torch.Event, *, counts: bool) -> None:
-        """Have a stream wait for an event, and time that.
-
-        Args:
-            track: the name of the stream.
-            counts: whether it is a wait of the compute stream.
-        """
+        """Have the stream of a track wait for an event, and time that. A wait of the compute stream `counts`."""
         begin = self.now(stream)
         stream.wait_event(event)
         end = self.now(stream)
         if counts:
             self._add_wait(begin, end)
-        if self.traces:
-            self.spans.append(TraceSlice(f"{track} waits", why, begin, end))
+        self.add_span(f"{track} waits", why, begin, end)
 
     def change_state(self, unit: str, before: str, after: str) -> None:
         """Note that a unit goes from one ``TrainingState`` to another. Its backward lasts while it recomputes."""
@@ -175,7 +155,7 @@ class Recorder:
         now = self.now()
         begin = self._open.pop((unit, before), None) if after != "recompute" else None
         if begin is not None:
-            self.spans.append(TraceSlice(UNITS, f"{before} {unit}", begin, now))
+            self.add_span(UNITS, f"{before} {unit}", begin, now)
         if after != "idle" and before != "recompute":
             self._open[unit, after] = now
 
@@ -212,11 +192,9 @@ recorder: Recorder | None = None
 def waiting(label: str) -> Iterator[None]:
     """Note a wait of the host for other ranks, as a context."""
     observer = recorder
-    if observer is None:
-        yield
-        return
-    begun = observer.begin_wait()
+    begun = observer.begin_wait() if observer is not None else None
     try:
         yield
     finally:
-        observer.end_wait(begun, label)
+        if observer is not None and begun is not None:
+            observer.end_wait(begun, label)

@@ -270,7 +270,7 @@ def _watch_for_hangs(job: Job, node: MPI.Intracomm, name: str, folder: Path) -> 
     rank, nodes = job.comm.rank, job.topology.nodes
     seat = hang.Seat(name, rank, nodes, job.topology.node_rank(rank), memoryview(memory.numpy().data), env.host_name())
     end_job = functools.partial(departure.abort, exit_code=HangError.exit_code)
-    hang.start(hang.Watcher(seat, folder, env.hang_s(), end_job=end_job, traces=_compat.flight_record))
+    hang.watcher = hang.Watcher(seat, folder, env.hang_s(), end_job=end_job, traces=_compat.flight_record)
 
 
 def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
@@ -278,11 +278,23 @@ def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
 
     Otherwise a node with a broken driver would compute on its CPUs, and the others would wait for it in NCCL.
     """
+    import torch.distributed as dist
+
     from hpcfsdp.launch import device as devices  # loads torch
 
     job = current_job()
     with together.raise_lowest(job.comm):
-        _check_backend(settings.backend)
+        known = {"hpcmpi", "gloo"} | ({"nccl"} if dist.is_nccl_available() else set())
+        known |= {name for name in dist.Backend.backend_list if name not in ("undefined", "mpi", "nccl")}
+        parts = settings.backend.split(",") if settings.backend is not None else []  # "nccl", or "cpu:gloo,cuda:nccl"
+        for part in parts:
+            name = part.rpartition(":")[2]
+            if name not in known:
+                listed = ", ".join(sorted(known))
+                raise LaunchError(f"there is no backend {name!r}: use one of {listed}{nearest(name, known)}")
+            if name == "hpcmpi" and part != settings.backend:
+                what = "hpcmpi serves a whole group, not one device of it; give 'hpcmpi'"
+                raise LaunchError(f"backend {settings.backend!r}: {what}")
         env.wait_log_s()
         env.hang_s()
         registered = env.registered_memory()
@@ -301,22 +313,6 @@ def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
         )
     together.compare_versions(job.comm)
     return topology, chosen
-
-
-def _check_backend(backend: str | None) -> None:
-    import torch.distributed as dist
-
-    known = {"hpcmpi", "gloo"} | ({"nccl"} if dist.is_nccl_available() else set())
-    known |= {name for name in dist.Backend.backend_list if name not in ("undefined", "mpi", "nccl")}
-    parts = backend.split(",") if backend is not None else []  # "nccl", or "cpu:gloo,cuda:nccl"
-    for part in parts:
-        name = part.rpartition(":")[2]
-        if name not in known:
-            raise LaunchError(
-                f"there is no backend {name!r}: use one of {', '.join(sorted(known))}{nearest(name, known)}"
-            )
-        if name == "hpcmpi" and part != backend:
-            raise LaunchError(f"backend {backend!r}: hpcmpi serves a whole group, not one device of it; give 'hpcmpi'")
 
 
 def _backend_of(device: torch.device) -> str:
@@ -339,17 +335,6 @@ def before_finalize(finish: Callable[[], None]) -> None:
     _before_finalize.append(finish)
 
 
-def _finish_others() -> Exception | None:
-    """Call the functions of ``before_finalize``. Collective over all processes of the job. Returns the first error."""
-    problems: list[Exception] = []
-    for finish in _before_finalize:
-        try:
-            finish()
-        except Exception as error:  # of any kind: the others wait in the next barrier
-            problems.append(error)
-    return problems[0] if problems else None
-
-
 @public_call("hpcfsdp.finalize")
 def finalize() -> None:
     """Destroy the process group of ``init``, and end the world. Collective over all processes of the job.
@@ -369,10 +354,14 @@ def finalize() -> None:
     from hpcfsdp.comm import progress, torch_group  # torch is loaded already
     from hpcfsdp.comm.backend.process_group import is_mpi_group
 
-    leaving = sys.exc_info()[0] is not None
+    leaving, problem = sys.exc_info()[0] is not None, None
     if leaving:
         hang.stop()
-    problem = None if leaving else _finish_others()
+    for finish in () if leaving else _before_finalize:
+        try:
+            finish()
+        except Exception as error:  # of any kind: the others wait in the next barrier
+            problem = problem or error
     world, _world = _world, None
     torch_group.set_default(None)
     own_host = world.made_process_group or not is_mpi_group(world.process_group)

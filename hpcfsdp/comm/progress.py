@@ -144,9 +144,9 @@ class Running:
                     if waited_s > long_wait.due_s:
                         look = functools.partial(long_wait.look, waited_s, self._rank, firm=firm and not _others_run())
                         self._give_up(look, CrossedCallsError)
-                    watched = hang.explains(waited_s)
-                    if watched is not None and not self.done:
-                        self._explain(watched, waited_s)
+                    watcher = hang.watcher
+                    if watcher is not None and 0 < watcher.limit_s <= waited_s and not self.done:
+                        self._explain(watcher, waited_s)
         finally:
             _awaited.discard(self)
             _begun.set()
@@ -207,9 +207,9 @@ class Running:
         finally:
             self.done = True  # last: another thread may wait for it, and use the same memory at once
 
-    def _explain(self, watched: hang.Watcher, waited_s: float) -> None:
+    def _explain(self, watcher: hang.Watcher, waited_s: float) -> None:
         """Write a report about the hang, and end with an error unless the others have come meanwhile."""
-        path = watched.explain(f"has waited {waited_s:.0f} s in {self.label}")
+        path = watcher.explain(f"has waited {waited_s:.0f} s in {self.label}")
         self._advance()
         where = f"{path} says where each rank is" if path is not None else "the log says why there is no report"
         text = f"the job hangs; {where}. HPCFSDP_HANG_S sets the time, where ranks are this slow"

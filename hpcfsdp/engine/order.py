@@ -63,7 +63,7 @@ class Order:
     Each rank remembers, as a tree, the orders that all ranks have followed together. A step along a known path costs
     nothing. A model that skips layers at random takes another path in each iteration, so only the latest paths are
     kept. All ranks forget the same ones, since they have followed the same. To the hang diagnosis it is a
-    ``waits.Member``.
+    ``waits.register``.
 
     Attributes:
         iterations: how many have begun.
@@ -178,7 +178,7 @@ class Order:
             raise self._first_difference(comm.all_gather_object(path)) or error from None
 
     def called(self, number: tuple[int, int]) -> str | None:
-        """Return the label of this rank's event at (iteration, depth), see ``waits.Member``."""
+        """Return the label of this rank's event at (iteration, depth), see ``waits.register``."""
         iteration, depth = number
         if iteration != self.iterations:
             return waits.NOTHING_YET if iteration > self.iterations else waits.UNKNOWN

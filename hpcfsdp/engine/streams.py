@@ -202,9 +202,8 @@ class DeviceStreams:
         self._device = device
         self._device_streams = {stream: accelerator.new_stream(device, priority=-1) for stream in OWN_STREAMS}
         self._launched: dict[Stream, tuple[torch.Event, float]] = {}  # the last work on each, and when
-        watched = hang.current()
-        if watched is not None:
-            watched.add_probe(weakref.WeakMethod(self.longest_wait))
+        if hang.watcher is not None:
+            hang.watcher.add_probe(weakref.WeakMethod(self.longest_wait))
 
     def launch(
         self, stream: Stream, begin: Begin, finish: Callable[[], None] | None = None, *, label: str = ""

@@ -17,28 +17,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Here(threading.local):
-    """The call of this thread.
-
-    Attributes:
-        call: the outermost public call of the thread, "" outside of all calls.
-    """
+    """The outermost public `call` of each thread, "" outside of all calls."""
 
     call = ""
 
 
 class Backward:
-    """The last backward of a model.
-
-    Attributes:
-        label: describes it.
-        is_running: whether the calling thread is in it.
-    """
+    """The last backward of a model: what describes it, and whether the calling thread is in it."""
 
     label = ""
-
-    @staticmethod
-    def is_running() -> bool:
-        return False
+    is_running: Callable[[], bool] = staticmethod(lambda: False)
 
 
 here = Here()

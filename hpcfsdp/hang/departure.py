@@ -70,23 +70,18 @@ def catch_errors(comm: Any) -> None:
 
     A hook of the user prints in place of this one. May be called again, after torch has installed its hook.
     """
-    if comm.size > 1:
-        sys.excepthook = _EndOfJob(_hook_of_user(sys.excepthook), comm.rank, comm.size)
-
-
-def _hook_of_user(hook: Hook) -> Hook:
-    """Return the hook that prints exceptions, behind the hooks of torch and of this module."""
-    while True:
-        behind = None
+    if comm.size == 1:
+        return
+    hook = behind = sys.excepthook
+    while behind is not None:  # through the hooks of torch and of this module
+        hook, behind = behind, None
         if isinstance(hook, _EndOfJob):
             behind = hook.before
         elif getattr(hook, "__module__", "").startswith("torch."):
             from hpcfsdp import _compat  # loads torch, after MPI
 
             behind = _compat.hook_behind_torch(hook)
-        if behind is None:
-            return hook
-        hook = behind
+    sys.excepthook = _EndOfJob(hook, comm.rank, comm.size)
 
 
 class _EndOfJob:
@@ -159,11 +154,7 @@ def uncaught() -> BaseException | None:
 
 
 def abort(message: str, exit_code: int, show: Callable[[], Any] = lambda: None) -> None:
-    """Print a message with rank and host, and abort all processes of the job. Does not return while MPI runs.
-
-    Args:
-        show: prints more to stderr.
-    """
+    """Print a message with rank and host, and more with `show`, and abort the job. Does not return while MPI runs."""
     from mpi4py import MPI
 
     who = "" if MPI.Is_finalized() else f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} on "
@@ -198,12 +189,10 @@ def _launcher_sees_exit() -> bool:
 
     A shell script or a profiler between them may run on, or end without an error.
     """
-    if not env.launcher_ends_all():
-        return False
-    try:
-        return Path(f"/proc/{os.getppid()}/comm").read_text().strip() in _OPEN_MPI_LAUNCHERS
-    except OSError:  # no Linux
-        return False
+    with contextlib.suppress(OSError):  # no Linux
+        parent = Path(f"/proc/{os.getppid()}/comm")
+        return env.launcher_ends_all() and parent.read_text().strip() in _OPEN_MPI_LAUNCHERS
+    return False
 
 
 class _Exit(SystemExit):
@@ -223,11 +212,9 @@ def _code_of(error: SystemExit) -> int:
 
 
 class Departures:
-    """The ranks that have left the program, as far as this rank knows.
+    """The ranks that have left the program, as far as this rank knows: `gone`, as messages over `comm` have named them.
 
-    Attributes:
-        comm: an mpi4py communicator of all ranks, used with this module's tags alone.
-        gone: the ranks that others, or their own messages, have named.
+    `comm` is an mpi4py communicator of all ranks, used with the tags of this package's part alone.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -253,8 +240,7 @@ class Departures:
     def complete(self, has_left: bool) -> None:
         """Complete all messages: MPI must not end with messages in progress. Collective over `comm`.
 
-        Args:
-            has_left: whether this rank has notified the others that it has left.
+        `has_left` is true if this rank has notified the others that it has left.
         """
         flags = bytearray(self.comm.size)
         self.comm.Allgather(bytearray([has_left]), flags)

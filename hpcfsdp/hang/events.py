@@ -11,7 +11,7 @@ import json
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 CALL, BEGIN, END, PASS, FORWARD, BACKWARD, STEP = range(7)
@@ -36,58 +36,35 @@ _LABEL_CHARS = 300
 
 @dataclass(frozen=True)
 class RankEvent:
-    """An event of a rank.
+    """An event of a rank."""
 
-    Attributes:
-        number: counts the events of the rank.
-        time_s: seconds since the epoch.
-        kind: one of ``KINDS``.
-        text: the public call, the label of the collective, the name of the unit, or the number of the pass or step.
-    """
-
-    number: int
-    time_s: float
-    kind: str
-    text: str
+    number: int  # counts the events of the rank
+    time_s: float  # since the epoch
+    kind: str  # one of ``KINDS``
+    text: str  # the public call, the label of the collective, the name of the unit, or the number of the pass or step
 
 
 @dataclass(frozen=True)
 class CurrentWait:
-    """A collective that a rank waits in.
+    """A collective that a rank waits in."""
 
-    Attributes:
-        since_s: seconds since the epoch.
-        label: of the collective.
-        call: the public call that the collective belongs to, or "".
-        missing: ranks of the world that have not come; the first 16.
-        num_missing: how many there are.
-    """
-
-    since_s: float
-    label: str
-    call: str
-    missing: tuple[int, ...]
+    since_s: float  # since the epoch
+    label: str  # of the collective
+    call: str  # the public call that it belongs to, or ""
+    missing: tuple[int, ...]  # ranks of the world that have not come; the first 16
     num_missing: int
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a ring holds.
+    """What a ring holds."""
 
-    Attributes:
-        pid, started: the process and the start of it, in the system's clock ticks; 0 if no rank has written here.
-        stacks_fd: the descriptor in that process of the file that gets its Python stacks, -1 without one.
-        main_thread: the identifier of its main thread.
-        wait: what it waits in, if it has done so for more than a second.
-        events: the latest last.
-    """
-
-    pid: int
-    started: int
-    stacks_fd: int
-    main_thread: int
-    wait: CurrentWait | None = None
-    events: Sequence[RankEvent] = field(default_factory=tuple)
+    pid: int  # 0 if no rank has written here
+    started: int  # in the system's clock ticks
+    stacks_fd: int  # the descriptor in that process of the file that gets its Python stacks, -1 without one
+    main_thread: int  # its identifier
+    wait: CurrentWait | None = None  # if it has waited for more than a second
+    events: Sequence[RankEvent] = ()  # the latest last
 
 
 class EventRing:
@@ -109,9 +86,8 @@ class EventRing:
     def note(self, kind: int, text: str) -> None:
         """Not collective. Add an event; `kind` is an index into ``KINDS``."""
         number = next(self._numbers)
-        _EVENT.pack_into(
-            self._memory, _HEADER_BYTES + number % EVENTS * _EVENT.size, number, time.time(), kind, text.encode()
-        )
+        begin = _HEADER_BYTES + number % EVENTS * _EVENT.size
+        _EVENT.pack_into(self._memory, begin, number, time.time(), kind, text.encode())
 
     def own(self, pid: int, started: int, stacks_fd: int, main_thread: int) -> None:
         """Not collective. Name the process; see ``Record``."""

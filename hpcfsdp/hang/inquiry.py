@@ -34,19 +34,12 @@ _MOST_REQUEST_BYTES, _MOST_ANSWER_BYTES = 1 << 14, 1 << 24
 
 @dataclass(frozen=True)
 class HangRequest:
-    """A request to the nodes of a job to say where their ranks are.
+    """A request to the nodes of a job to say where their ranks are."""
 
-    Attributes:
-        name: unique, begins with the time; of letters, digits, - and _.
-        job: whose nodes answer; "" for all jobs that use the folder.
-        reason: who asks, and why.
-        asked_s: seconds since the epoch.
-    """
-
-    name: str
-    job: str
-    reason: str
-    asked_s: float
+    name: str  # unique, begins with the time; of letters, digits, - and _
+    job: str  # whose nodes answer; "" for all jobs that use the folder
+    reason: str  # who asks, and why
+    asked_s: float  # since the epoch
 
     @property
     def is_current(self) -> bool:
@@ -63,13 +56,9 @@ class Inquiry:
         self._has_warned = False
 
     def ask(self, job: str, reason: str) -> tuple[HangRequest, bool]:
-        """Make a request, unless there is one.
+        """Make a request, unless there is one. Returns the request, and whether it is a new one.
 
-        Returns:
-            The request, and whether it is a new one.
-
-        Raises:
-            OSError: the folder cannot be written to, or belongs to another user.
+        Raises OSError where the folder cannot be written to, or belongs to another user.
         """
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         now_s = time.time()

@@ -56,14 +56,7 @@ def ranks_of(answers: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def render(answers: Sequence[dict[str, Any]], reason: str, asked_s: float, traces: str = "") -> str:
-    """Return the report about one job.
-
-    Args:
-        answers: of its nodes, one or more.
-        reason: who has asked, and why.
-        asked_s: seconds since the epoch.
-        traces: text of a backend about its own collectives, or "".
-    """
+    """Return the report about one job, from the answers of one or more nodes, and `traces` of a backend."""
     one, ranks = answers[0], ranks_of(answers)
     silent = sorted(set(range(one["num_nodes"])) - {answer["node"] for answer in answers})
     unknown = sorted(set(range(one["size"])) - set(ranks))

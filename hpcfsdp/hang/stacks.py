@@ -24,16 +24,10 @@ _SETTLED_S = 0.05
 
 @dataclass(frozen=True)
 class Process:
-    """A process of this system, as ``/proc`` shows it.
+    """A process of this system, as ``/proc`` shows it."""
 
-    Attributes:
-        state: of its main thread: R (runs), S (sleeps), D (waits in the kernel), T (stopped), Z; "" if it has ended.
-        wchan: where in the kernel it waits, or "".
-        cpu_s: processor time that it has used.
-    """
-
-    state: str
-    wchan: str = ""
+    state: str  # of its main thread: R (runs), S (sleeps), D (waits in the kernel), T (stopped), Z; "" if it has ended
+    wchan: str = ""  # where in the kernel it waits
     cpu_s: float = 0.0
 
 
@@ -44,20 +38,13 @@ def arm() -> int:
     """
     if signal.getsignal(SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):  # shells ignore it in background jobs
         return -1
-    if _is_caught():  # by C code: faulthandler.register
-        return -1
+    with contextlib.suppress(OSError), open("/proc/self/status") as file:
+        caught = next((int(line.split()[1], 16) for line in file if line.startswith("SigCgt:")), 0)
+        if caught >> (SIGNAL - 1) & 1:  # by C code: faulthandler.register
+            return -1
     fd = os.memfd_create("hpcfsdp-stacks", os.MFD_CLOEXEC)
     faulthandler.register(SIGNAL, file=fd, all_threads=True)
     return fd
-
-
-def _is_caught() -> bool:
-    """Return whether this process has a handler for SIGQUIT, also one that Python does not know."""
-    with contextlib.suppress(OSError), open("/proc/self/status") as file:
-        for line in file:
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
-    return False
 
 
 def disarm(fd: int) -> None:

@@ -26,21 +26,14 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True)
 class UncaughtError:
-    """An uncaught error of a rank.
-
-    Attributes:
-        raised_s: Unix time, by the clock of the host.
-        stack: files, lines and classes of the error and of those that it followed from: equal for equal errors.
-        text: the traceback as Python prints it.
-        error: its last line: class and message.
-    """
+    """An uncaught error of a rank."""
 
     rank: int
     host: str
-    raised_s: float
-    stack: str
-    text: str
-    error: str
+    raised_s: float  # Unix time, by the clock of the host
+    stack: str  # files, lines and classes of it and of those that it followed from: equal for equal errors
+    text: str  # the traceback as Python prints it
+    error: str  # its last line: class and message
 
 
 def error_of(rank: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> UncaughtError:
@@ -56,14 +49,10 @@ def error_of(rank: int, kind: type[BaseException], error: BaseException, trace: 
 
 
 def exchange(comm: Any, mine: UncaughtError) -> list[UncaughtError] | None:
-    """Not collective: failed ranks call it, and it returns within ``TOGETHER_S``.
+    """Not collective: failed ranks call it, and it returns within ``TOGETHER_S``. This module alone uses its tag.
 
-    Args:
-        comm: an mpi4py communicator of all ranks, of which this module alone uses its tag.
-
-    Returns:
-        The errors of all ranks that have failed by now, if this one is to print them; None if a lower rank should
-        have, and has not ended the job.
+    Returns the errors of all ranks that have failed by now, if this one is to print them; None if a lower rank should
+    have, and has not ended the job.
     """
     receivers = range(comm.size) if comm.size <= MOST_RANKS else [0]
     peers = [peer for peer in receivers if peer != mine.rank]

@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from hpcfsdp import _compat, env
 from hpcfsdp.errors import DifferentCallsError
@@ -43,7 +43,7 @@ _MOST_LOGGING = 16
 """Ranks of a group up to which each logs its waits; in larger groups the lowest waiting rank does."""
 
 Place = tuple[Any, Any]
-"""A collective: the key of its ``Member``, and the number of the call."""
+"""A collective: the key of its member (see ``register``), and the number of the call."""
 UNKNOWN, NOTHING_YET = None, ""
 
 _MOST_BYTES = 1 << 20  # of a record
@@ -57,47 +57,21 @@ _RECORD = {
 }
 
 
-class Member(Protocol):
-    """A communicator, or an order of units, that counts its collectives.
-
-    Attributes:
-        key: its name, the same on all ranks.
-        world_ranks: its ranks in the world; None where these are not known. Then its waits are only logged.
-    """
-
-    key: Any
-    world_ranks: Sequence[int] | None
-
-    def called(self, number: Any) -> str | None:
-        """Return the label of this rank's `number`-th collective, or ``NOTHING_YET``, or ``UNKNOWN``."""
-
-
 @dataclass(frozen=True)
 class Waiting:
-    """The record of a waiting rank in the store.
-
-    Attributes:
-        serial: the number of the wait among the long waits of this rank.
-        call: the public call, "" outside of all of them.
-        label: of the collective.
-        place: of the collective, None where collectives are not counted.
-        missing: ranks of the world.
-        firm: whether the rank does nothing else until this wait is over.
-        answers: this rank's calls at the places where other ranks wait: rank -> serial of its wait, label.
-        over: whether the wait has ended with an error.
-        crossed: whether it has ended with a ``CrossedCallsError``.
-    """
+    """The record of a waiting rank in the store."""
 
     rank: int
-    serial: int
-    call: str
-    label: str
-    place: Place | None
-    missing: tuple[int, ...]
-    firm: bool
+    serial: int  # the number of the wait among the long waits of this rank
+    call: str  # the public call, "" outside of all of them
+    label: str  # of the collective
+    place: Place | None  # of the collective, None where collectives are not counted
+    missing: tuple[int, ...]  # ranks of the world
+    firm: bool  # the rank does nothing else until this wait is over
+    # This rank's calls at the places where other ranks wait: rank -> serial of its wait, label.
     answers: Mapping[int, tuple[int, str | None]] = field(default_factory=dict)
-    over: bool = False
-    crossed: bool = False
+    over: bool = False  # the wait has ended with an error
+    crossed: bool = False  # which was a ``CrossedCallsError``
 
     def __str__(self) -> str:
         return events.described(self.call, self.label)
@@ -190,14 +164,14 @@ def unpack(rank: int, text: bytes) -> Waiting | None:
 
 _board = _Board()
 _serials = itertools.count(1)
-_members: dict[Any, weakref.ref[Member]] = {}
+_members: dict[Any, weakref.ref[Any]] = {}
 """The members of this process, by key."""
 _raised_with: dict[int, int] = {}
 """The ranks with which this rank has raised, and the serials of their waits: their records may stay for long."""
 _made: collections.Counter[Sequence[int]] = collections.Counter()
 
 
-def key_of(member: Member, world_ranks: Sequence[int]) -> Any:
+def key_of(member: Any, world_ranks: Sequence[int]) -> Any:
     """Not collective. Return the key of a communicator: its ranks, and how many of these came before it."""
     _made[world_ranks] += 1
     key = (hashlib.blake2b(repr(world_ranks).encode(), digest_size=8).hexdigest(), _made[world_ranks])
@@ -205,17 +179,18 @@ def key_of(member: Member, world_ranks: Sequence[int]) -> Any:
     return key
 
 
-def register(key: Any, member: Member) -> None:
-    """Not collective. Answer ranks that wait for this one in a call of `member`. `key` is the same on all ranks."""
+def register(key: Any, member: Any) -> None:
+    """Not collective. Answer ranks that wait for this one in a call of `member`. `key` is the same on all ranks.
+
+    A member is a communicator, or an order of units, that counts its collectives. Its method `called` returns the label
+    of this rank's collective of a number, or ``NOTHING_YET``, or ``UNKNOWN``. Its attributes are `key` and
+    `world_ranks`, its ranks in the world; None where these are not known: then its waits are only logged.
+    """
     _members[key] = weakref.ref(member)
 
 
 def same_call(gathered: Sequence[tuple[str, Any]]) -> list[Any]:
-    """Return the values of pairs (public call, value) from all ranks.
-
-    Raises:
-        DifferentCallsError: the calls differ. On all ranks.
-    """
+    """Return the values of pairs (public call, value) from all ranks. Raises on all ranks if the calls differ."""
     for rank, (call, _) in enumerate(gathered):
         if call != gathered[0][0]:
             first, other = (each or "no call of hpcfsdp" for each in (gathered[0][0], call))
@@ -228,18 +203,13 @@ def same_call(gathered: Sequence[tuple[str, Any]]) -> list[Any]:
 
 
 class LongWait:
-    """A wait of more than a second. The waiting thread calls ``look`` from time to time, and ``end``.
+    """A wait of more than a second. The waiting thread calls ``look`` when that is due, and ``end``.
 
-    Attributes:
-        due_s: the length of the wait at which the next look is due.
+    It is for a collective of `owner`, whose waits are only logged if it is no member. `number` is that of the call,
+    None where calls are not counted.
     """
 
     def __init__(self, label: str, owner: Any, number: Any) -> None:
-        """
-        Args:
-            owner: of the collective. If it is not a ``Member``, its waits are only logged.
-            number: of the call, None where calls are not counted.
-        """
         self._label = label
         self._ranks: Sequence[int] | None = getattr(owner, "world_ranks", None)
         self._place = None if number is None else (owner.key, number)
@@ -254,12 +224,8 @@ class LongWait:
     def look(self, waited_s: float, rank: int, missing: Sequence[int], *, firm: bool) -> str | None:
         """Log the wait when that is due, store this rank's record, and read those of missing ranks.
 
-        Args:
-            rank: this one, as the owner numbers its ranks, and so the `missing` ones.
-            firm: whether this process does nothing else meanwhile.
-
-        Returns:
-            Why this wait will never end, None where it may end.
+        `rank` is this one as the owner numbers its ranks, and so the `missing` ones. The wait is `firm` if this process
+        does nothing else meanwhile. Returns why it will never end, None where it may end.
         """
         ranks, reason = self._ranks, None
         if ranks is not None:

@@ -33,22 +33,13 @@ Probe = Callable[[], tuple[float, str] | None]
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank in its job.
+    """A rank in its job."""
 
-    Attributes:
-        job: the name of the job, usable as the name of a file.
-        rank: of the world.
-        nodes: for each node its ranks.
-        node: that of this rank.
-        memory: the rings of the node's ranks, ``events.NBYTES`` each.
-        host: the name of this node.
-    """
-
-    job: str
-    rank: int
-    nodes: Sequence[Sequence[int]]
-    node: int
-    memory: memoryview
+    job: str  # its name, usable as the name of a file
+    rank: int  # of the world
+    nodes: Sequence[Sequence[int]]  # for each its ranks
+    node: int  # that of this rank
+    memory: memoryview  # the rings of the node's ranks, ``events.NBYTES`` each
     host: str
 
 
@@ -106,12 +97,8 @@ class Watcher:
         """Not collective. Write a report, or wait for the one that another rank writes.
 
         Takes up to 20 seconds; a folder that does not answer, the same file system for which a rank may wait, up to 60.
-
-        Args:
-            anew: also where another rank has written one a moment ago.
-
-        Returns:
-            Its path, None if it cannot be written.
+        Not `anew`: a report that another rank has written a moment ago does. Returns its path, None if it cannot be
+        written.
         """
         found: list[Path | None] = []
         # A thread, that it can be left: this one must end the job though the folder is on a file system that stalls.
@@ -199,28 +186,21 @@ class Watcher:
 
     def _answer(self, request: HangRequest) -> None:
         """Answer for this node, unless another of its ranks does."""
-        if request.name in self._answered:
-            return
+        seat, is_known = self._seat, request.name in self._answered
         self._answered.add(request.name)
-        seat = self._seat
-        if not self._inquiry.claim(request, seat.job, seat.node):
-            return
-        self._inquiry.answer(request, seat.job, seat.node, self._look_at_node())
+        if not is_known and self._inquiry.claim(request, seat.job, seat.node):
+            self._inquiry.answer(request, seat.job, seat.node, self._look_at_node())
 
     def _look_at_node(self) -> dict[str, Any]:
-        seat = self._seat
-        local = seat.nodes[seat.node]
+        seat, local = self._seat, self._seat.nodes[self._seat.node]
         rings = [seat.memory[n * events.NBYTES : (n + 1) * events.NBYTES] for n in range(len(local))]
         records = [events.read(memory) for memory in rings]
         processes = [stacks.process(record.pid, record.started) for record in records]
         for memory in rings:
             events.note_question(memory)
-        texts = stacks.ask_all(
-            [
-                (record.pid, record.stacks_fd if process.state in ("R", "S", "D") else -1)
-                for record, process in zip(records, processes, strict=True)
-            ]
-        )
+        asked = [process.state in ("R", "S", "D") for process in processes]
+        pids = [(record.pid, record.stacks_fd if yes else -1) for record, yes in zip(records, asked, strict=True)]
+        texts = stacks.ask_all(pids)
         ranks = [
             {
                 "rank": rank,
@@ -242,28 +222,13 @@ class Watcher:
         return [answer for answer in answers if answer["job"] == self._seat.job]
 
 
-_watch: Watcher | None = None
-
-
-def start(watch: Watcher) -> None:
-    """Not collective. Make `watch` that of this process."""
-    global _watch
-    _watch = watch
+watcher: Watcher | None = None
+"""That of this process, from ``hpcfsdp.init`` to ``finalize``."""
 
 
 def stop() -> None:
     """Not collective. End the watch of this process."""
-    global _watch
-    watch, _watch = _watch, None
-    if watch is not None:
-        watch.close()
-
-
-def current() -> Watcher | None:
-    """Return the watch of this process, from ``hpcfsdp.init`` to ``finalize``."""
-    return _watch
-
-
-def explains(waited_s: float) -> Watcher | None:
-    """Return the watch of this process, if a wait of this length is a hang; else None."""
-    return _watch if _watch is not None and 0 < _watch.limit_s <= waited_s else None
+    global watcher
+    ended, watcher = watcher, None
+    if ended is not None:
+        ended.close()

@@ -44,9 +44,7 @@ def check_thread_level(device: torch.device, *, progress_thread: bool) -> None:
     level = mpi.Query_thread()
     names = {mpi.THREAD_SINGLE: "single", mpi.THREAD_FUNNELED: "funneled", mpi.THREAD_SERIALIZED: "serialized"}
     if progress_thread and level < mpi.THREAD_MULTIPLE:
-        where = (
-            "with HPCFSDP_PROGRESS_THREAD=1 it must be 'multiple': the main thread and the other one call it at once"
-        )
+        where = "with HPCFSDP_PROGRESS_THREAD=1 it must be 'multiple': the main thread and the other call it at once"
     elif level < mpi.THREAD_SERIALIZED and accelerator.is_accelerator(device):
         where = (
             f"on {device.type!r} it must be 'serialized' at least: torch may run a backward, whose hooks call MPI, "
@@ -82,9 +80,8 @@ def activate(device: torch.device) -> str | None:
 def share_node(device: torch.device, uuid: str | None, node: Any, *, exclusive: bool) -> None:
     """Compare accelerators, or divide the cores among the ranks. Collective over `node` (the ranks of one node).
 
-    Args:
-        uuid: from ``activate``.
-        exclusive: refuse ranks that share a device, as NCCL does. hpcmpi, which stages through the host, allows it.
+    `uuid` is that of ``activate``. If `exclusive` this refuses ranks that share a device, as NCCL does. hpcmpi, which
+    stages through the host, allows it.
     """
     if accelerator.is_accelerator(device):
         uuids = node.allgather(uuid)

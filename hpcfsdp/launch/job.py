@@ -24,13 +24,9 @@ DEFAULT_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Job:
-    """All processes that the launcher started together.
+    """All processes that the launcher started together."""
 
-    Attributes:
-        comm: over all of them, for messages while groups are created.
-    """
-
-    comm: MPI.Intracomm
+    comm: MPI.Intracomm  # over all of them, for messages while groups are created
     topology: Topology
 
     def export(self, topology: Topology, address: str, port: int) -> None:
@@ -44,11 +40,8 @@ class Job:
 def load_mpi() -> Any:
     """Initialise MPI, if that has not happened, and return ``mpi4py.MPI``.
 
-    On Cray systems mpi4py has to be loaded before torch: commands call this first of all.
-
-    Raises:
-        LaunchError: MPI has been finalised already, or the launcher started several processes, and this MPI library
-            takes each for a job of one.
+    On Cray systems mpi4py has to be loaded before torch: commands call this first of all. Raises LaunchError if MPI has
+    been finalised already, or the launcher started several processes, and this MPI library takes each for a job of one.
     """
     try:
         os.getcwd()
@@ -77,13 +70,8 @@ def load_mpi() -> Any:
 
 
 def check_step() -> None:
-    """Not collective. Raise if this process would be alone in a SLURM allocation of more tasks.
-
-    Raises:
-        LaunchError: it is in an allocation, but not in a step of it.
-    """
-    idle = env.idle_tasks()
-    if idle:
+    """Not collective. Raise if this process would be alone in a SLURM allocation of more tasks, in no step of it."""
+    if idle := env.idle_tasks():
         raise LaunchError(
             f"this process is in the allocation of SLURM's job {env.scheduler_job().number}, which has {1 + idle} "
             "tasks, but not in a step of it: it would train alone. Start it with srun (srun hpcfsdp train ...); one "
@@ -92,14 +80,7 @@ def check_step() -> None:
 
 
 def check_torchrun(size: int) -> None:
-    """Not collective. Raise if torchrun started several processes, each of which would be rank 0 of 1.
-
-    Args:
-        size: number of ranks of MPI.
-
-    Raises:
-        LaunchError: MPI has one rank, and torchrun started more processes.
-    """
+    """Not collective. Raise if torchrun started several processes, each of which would be rank 0 of `size` 1."""
     count = env.torchrun_size()
     if count > 1 and size == 1:
         raise LaunchError(

@@ -30,25 +30,16 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class Holder:
-    """A job that holds a folder.
-
-    Attributes:
-        host, pid: of its rank 0.
-        system: the boot of the system and its pid namespace, in which `pid` is unique.
-        started: the start time of the process in the system's units; another process may get the same pid later.
-        job, restart: the scheduler's number of the job, and how often it has requeued the job.
-        since: when the job locked the folder, ISO 8601.
-        token: unique for this holder.
-    """
+    """A job that holds a folder."""
 
     host: str
-    pid: int
-    system: str
-    started: str
-    job: str
-    restart: str
-    since: str
-    token: str
+    pid: int  # of its rank 0
+    system: str  # the boot of the system and its pid namespace, in which `pid` is unique
+    started: str  # when the process began, in the system's units; another process may get the same pid later
+    job: str  # the scheduler's number of it
+    restart: str  # how often the scheduler has requeued it
+    since: str  # when it locked the folder, ISO 8601
+    token: str  # unique for this holder
 
     @classmethod
     def here(cls) -> Holder:
@@ -101,12 +92,7 @@ class RunLock:
     def acquire(self, *, by_force: bool = False) -> None:
         """Lock the folder; create it if it is missing. May wait ``SILENT_S`` to see whether another holder runs.
 
-        Args:
-            by_force: take it from a running holder.
-
-        Raises:
-            UsageError: another job holds it.
-            OSError: the folder cannot be written to.
+        Raises UsageError if another job holds it, unless it is taken `by_force`.
         """
         while not self._create():
             found = _read(self.path)
@@ -117,10 +103,8 @@ class RunLock:
                     f"another run_dir, or end that training; if it has ended, remove {self.path}, or give "
                     "--take_over true"
                 )
-            log.warning(
-                "%s belongs to a training that has ended or is being replaced: this one takes the folder over",
-                self.path,
-            )
+            text = "%s belongs to a training that has ended or is being replaced: this one takes the folder over"
+            log.warning(text, self.path)
             if _read(self.path) == found:  # otherwise a job that came at the same time has taken it
                 self.path.unlink(missing_ok=True)
             time.sleep(LOOK_S)  # a job that has just found the same holder must not remove what is created now
@@ -128,12 +112,7 @@ class RunLock:
         self._thread.start()
 
     def check(self) -> None:
-        """Check that this process still holds the folder; if it has been removed, create it again and log that.
-
-        Raises:
-            UsageError: another job has taken it.
-            OSError: it cannot be written to.
-        """
+        """Raise UsageError if another job has taken the folder; create it again, and log that, if it was removed."""
         if not self.path.exists():
             self._log_removal()
             if self._create():
@@ -178,9 +157,8 @@ class RunLock:
             return holder if is_alive else None
         before, until_s = _touched(self.path), time.monotonic() + SILENT_S
         if before is not None:
-            log.warning(
-                "%s is held by %s: waiting up to %d s to see whether it runs", self.folder, holder or "a job", SILENT_S
-            )
+            text = "%s is held by %s: waiting up to %d s to see whether it runs"
+            log.warning(text, self.folder, holder or "a job", SILENT_S)
         now = before
         while now is not None and time.monotonic() <= until_s:
             time.sleep(LOOK_S)

@@ -74,10 +74,9 @@ def versions() -> dict[str, str | None]:
 
 
 def compare_versions(comm: Any) -> None:
-    """Compare their software; rank 0 logs differences that may be fine. Collective over `comm`, all ranks of the job.
+    """Raise on all ranks if hpcfsdp, torch, or the minor version of Python differ. Collective over `comm`, all ranks.
 
-    Raises:
-        LaunchError: on all ranks, if hpcfsdp, torch, or the minor version of Python differ.
+    Rank 0 logs other differences, which may be fine.
     """
     mine = versions()
     if is_same(comm, mine):

@@ -11,11 +11,10 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes, and the ranks on each.
+    """Nodes, in the order of their lowest rank, and for each its ranks, ascending.
 
-    Attributes:
-        nodes: for each node its ranks, ascending; nodes in the order of their lowest rank. Nodes may hold different
-            numbers of ranks, and the ranks of a node need not be neighbours (``srun --distribution=cyclic``).
+    Nodes may hold different numbers of ranks, and the ranks of a node need not be neighbours
+    (``srun --distribution=cyclic``).
     """
 
     nodes: tuple[tuple[int, ...], ...]

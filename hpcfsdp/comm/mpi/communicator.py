@@ -322,7 +322,7 @@ class MpiCommunicator(Communicator):
         self._labels[self.calls % _STORED_LABELS] = label
 
     def called(self, number: int) -> str | None:
-        """Return what ``waits.Member`` says."""
+        """Return what ``waits.register`` says."""
         if number > self.calls:
             return ""
         return self._labels[number % _STORED_LABELS] if number > self.calls - _STORED_LABELS else None
