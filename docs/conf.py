@@ -69,7 +69,7 @@ class CommandHelp(SphinxDirective):
 
     def run(self):
         module = importlib.import_module(VERBS[self.arguments[0]][0])
-        parser = module.parser()
+        parser = module.parser
         is_listed = hasattr(parser, "examples")  # the parser of ``train`` lists the keys of its configuration
         examples = "\n".join(f"$ {line}" for line in (parser.examples if is_listed else module.EXAMPLES))
         text = f"{_escaped(parser.description)}\n\n{''.join(_arguments(parser))}\n" if is_listed else ""

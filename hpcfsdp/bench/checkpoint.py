@@ -6,13 +6,15 @@ The model is many parameters of one size and nothing else. Peers hold the same v
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import itertools
 import math
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,8 @@ from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.world import World
 
-FSDP2 = "fsdp2"
+FSDP2, FRESH = "fsdp2", "hpcfsdp, fresh"
 RAW, DCP, SAFETENSORS, GATHERED = "raw", "dcp", "safetensors", "h5py on rank 0"
-FRESH = "hpcfsdp, fresh"
 SUMS, COPY = "xxh3", "memcpy"
 SAVE, LOAD, LOAD_CACHED, HELD, FLOORS = "save", "load", "load, cached", "training held", "in memory"
 COLUMNS = "save columns"
@@ -59,9 +60,6 @@ def measure(world: World, *, nbytes: int, tensors: int, folder: str | os.PathLik
         nbytes: of all parameters, float32; about.
         folder: on the disk that is measured, shared by all ranks; None is the current one. Files are made in a new
             folder there, which is removed again.
-
-    Raises:
-        HpcfsdpError: the file system has no room, or loaded values differ from saved ones.
     """
     shape = shape_of(nbytes, tensors)
     with scratch(world.host, folder, _FILES_AT_ONCE * tensors * math.prod(shape) * 4) as place:
@@ -79,7 +77,6 @@ def table(nbytes: int, tensors: int, found: Mapping[str, Mapping[str, Times]]) -
 
     Args:
         nbytes: of the parameters, over all ranks.
-        tensors: number of parameters.
         found: task -> way -> times. The tasks are ``SAVE``, ``LOAD`` (the page cache holds nothing of the files, where
             the file system has one), ``LOAD_CACHED``, ``HELD`` (an asynchronous save, until training goes on; and one
             copy of the same bytes), ``FLOORS``, and ``COLUMNS`` (torch.distributed.checkpoint saves as many DTensors,
@@ -123,39 +120,25 @@ def shape_of(nbytes: int, tensors: int) -> tuple[int, int]:
     return numel // columns, columns
 
 
-class ParamUnit(nn.Module):
-    """Parameters that are sharded together."""
-
-    def __init__(self, params: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        for index, param in enumerate(params):
-            self.register_parameter(f"p{index}", nn.Parameter(param))
-
-
 def make_model(engine: str, group: Any, tensors: int, shape: tuple[int, int]) -> nn.Module:
     """Return a model of that many parameters, with values that all differ, in units of a few. Collective over `group`.
 
-    Args:
-        engine: "fsdp2" or "hpcfsdp".
-        group: the engine's process group.
+    `engine` is "fsdp2" or "hpcfsdp".
     """
     generator = torch.Generator().manual_seed(0)
     mesh = DeviceMesh.from_group(group, "cpu") if engine == FSDP2 else None
     units: list[nn.Module] = []
     for first in range(0, tensors, UNIT_TENSORS):  # one by one: the whole model need not fit into one process
-        count = min(UNIT_TENSORS, tensors - first)
-        unit = ParamUnit(torch.randn(shape, generator=generator) for _ in range(count))
+        unit = nn.Module()
+        for index in range(min(UNIT_TENSORS, tensors - first)):
+            unit.register_parameter(f"p{index}", nn.Parameter(torch.randn(shape, generator=generator)))
         units.append(FullyShardedDataParallel(unit, group) if mesh is None else fully_shard(unit, mesh=mesh))
     return nn.ModuleList(units)
 
 
 @contextlib.contextmanager
 def scratch(comm: Communicator, folder: str | os.PathLike[str] | None, nbytes: int) -> Iterator[Path]:
-    """Make a folder on a disk with room for so many bytes, removed again at the end. Collective over `comm`.
-
-    Raises:
-        HpcfsdpError: there is no room, or no folder can be made.
-    """
+    """Make a folder on a disk with room for so many bytes, removed again at the end. Collective over `comm`."""
     base, made = Path(folder or "."), None
     with raise_together(comm):
         if comm.rank == 0:
@@ -184,45 +167,60 @@ class _Savings:
         self._spare = [torch.empty_like(shard) for shard in self._mine]
         self._saved = {id(model): _digest(model) for model in (own, peer)}
         self._columns = {name: _columns_like(value) for name, value in peer.state_dict().items()}
-        self._manager, self._step = CheckpointManager(folder / "managed", keep_last=1, asynchronous=True), 0
+        self._manager = CheckpointManager(folder / "managed", keep_last=1, asynchronous=True)
+        self._steps = itertools.count(1)
 
     def run(self, repeats: int) -> dict[str, dict[str, Times]]:
         """Time every way once in each round; each loads the files that its namesake saved."""
+        dcp_save = functools.partial(dcp.save, process_group=self._group)
+        files = self._path(DCP)
         load = {
             RAW: self._load_raw,
             OWN: lambda: checkpoint.load(self._path(OWN), model=self._own, fresh=False),
             FRESH: lambda: checkpoint.load(self._path(OWN), model=self._own),
-            DCP: self._load_dcp,
+            DCP: lambda: dcp.load(
+                self._peer.state_dict(), storage_reader=dcp.FileSystemReader(files), process_group=self._group
+            ),
             SAFETENSORS: self._load_safetensors,
         }
         save = {
             RAW: self._save_raw,
             OWN: lambda: checkpoint.save(self._path(OWN), model=self._own),
-            DCP: self._save_dcp,
+            # The writer of torch forces files to the disk by default.
+            DCP: lambda: dcp_save(self._peer.state_dict(), storage_writer=dcp.FileSystemWriter(files)),
             SAFETENSORS: self._save_safetensors,
             GATHERED: self._save_gathered,
+        }
+        columns = {
+            OWN: lambda: dcp_save(self._columns, storage_writer=HDF5Writer(self._path(OWN))),
+            DCP: lambda: dcp_save(self._columns, storage_writer=dcp.FileSystemWriter(files)),
         }
         tasks: dict[str, tuple[Callable[[str], object], dict[str, Callable[[], object]]]] = {  # prepare, then time
             SAVE: (self._remove, save),
             LOAD: (self._drop, load),
             LOAD_CACHED: (self._cache, load),
-            HELD: (self._settle, {OWN: self._save_later, COPY: self._copy}),
+            HELD: (
+                self._settle,
+                {OWN: lambda: self._manager.save(next(self._steps), model=self._own), COPY: self._copy},
+            ),
             FLOORS: (self._settle, {SUMS: self._sum_up}),
             # Last: the files of loads make way.
-            COLUMNS: (self._remove, {OWN: self._save_columns, DCP: self._save_columns_dcp}),
+            COLUMNS: (self._remove, columns),
         }
         found: dict[str, dict[str, list[float]]] = {task: {name: [] for name in tasks[task][1]} for task in tasks}
         for count in range(_WARMUP + repeats):
             for task, (prepare, ways) in tasks.items():
                 for name, way in ways.items():
                     checks = count == 0 and task == LOAD
-                    if checks:
-                        self._forget(name)
+                    model = self._own if name in (OWN, FRESH, RAW) else self._peer  # into which a way loads
+                    for param in model.parameters() if checks else ():
+                        param.detach().zero_()
                     prepare(name)
                     gc.collect()
                     seconds, _ = timed(self._comm, way)
-                    if checks:
-                        self._check(name)
+                    with raise_together(self._comm) if checks else contextlib.nullcontext():
+                        if checks and _digest(model) != self._saved[id(model)]:
+                            raise HpcfsdpError(f"{name} has loaded values that differ from the saved ones")
                     if count >= _WARMUP:
                         found[task][name].append(seconds)
         self._manager.close()
@@ -270,21 +268,6 @@ class _Savings:
         """Wait for saves in the background."""
         self._manager.wait()
 
-    def _model(self, name: str) -> nn.Module:
-        """Return the model into which a way loads."""
-        return self._own if name in (OWN, FRESH, RAW) else self._peer
-
-    def _forget(self, name: str) -> None:
-        for param in self._model(name).parameters():
-            param.detach().zero_()
-
-    def _check(self, name: str) -> None:
-        """Raise if the values of a model differ from the saved ones."""
-        model = self._model(name)
-        with raise_together(self._comm):
-            if _digest(model) != self._saved[id(model)]:
-                raise HpcfsdpError(f"{name} has loaded values that differ from the saved ones")
-
     def _save_raw(self) -> None:
         with open(self._own_file(RAW), "xb", buffering=0) as file:
             disk.write(file.fileno(), [memoryview(shard.numpy()) for shard in self._mine], 0)
@@ -295,14 +278,6 @@ class _Savings:
         with open(self._own_file(RAW), "rb", buffering=0) as file:
             for shard in self._mine:
                 offset += disk.read(file.fileno(), memoryview(shard.numpy()).cast("B"), offset)
-
-    def _save_dcp(self) -> None:
-        writer = dcp.FileSystemWriter(self._path(DCP))  # forces files to the disk by default
-        dcp.save(self._peer.state_dict(), storage_writer=writer, process_group=self._group)
-
-    def _load_dcp(self) -> None:
-        reader = dcp.FileSystemReader(self._path(DCP))
-        dcp.load(self._peer.state_dict(), storage_reader=reader, process_group=self._group)
 
     def _save_safetensors(self) -> None:
         from safetensors.torch import save_file
@@ -328,16 +303,6 @@ class _Savings:
             for name, value in state.items():
                 file.create_dataset(name, data=value.numpy())
         _force_to_disk(self._path(GATHERED))
-
-    def _save_columns(self) -> None:
-        dcp.save(self._columns, storage_writer=HDF5Writer(self._path(OWN)), process_group=self._group)
-
-    def _save_columns_dcp(self) -> None:
-        dcp.save(self._columns, storage_writer=dcp.FileSystemWriter(self._path(DCP)), process_group=self._group)
-
-    def _save_later(self) -> None:
-        self._step += 1
-        self._manager.save(self._step, model=self._own)
 
     def _sum_up(self) -> None:
         """Compute the checksums of a save or a load, and nothing else."""

@@ -13,9 +13,8 @@ import gc
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,12 +35,10 @@ _CALLS = 4
 _WARMUP, _TRACED = 3, 2
 
 
-@dataclass(frozen=True)
-class EngineFigures:
+class EngineFigures(NamedTuple):
     """What one engine takes for a step.
 
     Attributes:
-        times: of a step.
         peak_bytes: on the device, with parameters, gradients and the optimizer's state; of the rank with the most.
         activity: of rank 0 in a step; None where torch's profiler does not know the device.
         loss: of rank 0 in the last step.
@@ -68,24 +65,33 @@ def measure(
 
     Args:
         world: None: this process alone makes torch's default group, and destroys it.
-        context: tokens of a sequence.
-        batch: sequences of a step, on each rank.
+        context, batch: tokens of a sequence, sequences of a step on each rank.
         dtype: "bf16" or "fp32".
         imagined_ranks: without a world: for how many ranks this one computes its part.
     """
     if accelerator.device_type() is None:
         raise UsageError("bench: gpu measures on an accelerator, and this process sees none")
     device = accelerator.current_device() if world is None else world.device
-    shape = {"layers": layers, "width": width, "context": context, "batch": batch}
-    options = {**shape, "dtype": DTYPES[dtype], "device": device}
+    ranks = imagined_ranks if world is None else world.size
+    options = {"layers": layers, "width": width, "context": context, "batch": batch, "device": device, "ranks": ranks}
+    options |= {"dtype": DTYPES[dtype], "rank": 0 if world is None else world.rank}
+    with torch.device("meta"):
+        size = sum(param.numel() for param in make_model(layers, width, context).parameters())
+    hardware = accelerator.describe(device)
+    software = {"torch": torch.__version__, **accelerator.versions(device)}
+    about = (
+        f"{datetime.date.today()}, {1 if world is None else ranks} x {hardware.name} "
+        f"({hardware.nbytes / (1 << 30):.0f} GiB), {', '.join(map(' '.join, software.items()))}. "
+        f"{f'One process as rank 0 of {ranks}' if world is None else f'{ranks} ranks'}, {layers} layers of width "
+        f"{width} ({size / 1e6:.0f} million parameters), {batch} x {context} tokens on each rank, {dtype}; {repeats} "
+        f"runs of {_CALLS} steps."
+    )
     if world is not None:
-        found = _measured(world.host, None, {**options, "rank": world.rank, "ranks": world.size}, repeats)
-        return table(_about(world.size, False, device, shape, dtype, repeats), *found)
-    _compat.init_fake_group(imagined_ranks, device)
+        return table(about, *_measured(world.host, None, options, repeats))
+    _compat.init_fake_group(ranks, device)
     try:
-        own = FakeCommunicator(0, imagined_ranks, device=device)
-        found = _measured(FakeCommunicator(), own, {**options, "rank": 0, "ranks": imagined_ranks}, repeats)
-        return table(_about(imagined_ranks, True, device, shape, dtype, repeats), *found)
+        own = FakeCommunicator(0, ranks, device=device)
+        return table(about, *_measured(FakeCommunicator(), own, options, repeats))
     finally:
         dist.destroy_process_group()
 
@@ -93,47 +99,32 @@ def measure(
 def table(about: str, figures: Mapping[str, EngineFigures], skipped: Mapping[str, str]) -> Table:
     """Return a row for each engine, with its time as a multiple of the floor, and hpcfsdp's time as a multiple of it.
 
-    Args:
-        about: the date, the hardware, versions, and the size of the step.
-        skipped: engine -> why it was not measured.
+    `about` is the date, the hardware, versions, and the size of the step; `skipped` says why engines are missing.
     """
     own = figures[OWN]
-    rows, as_json = [], {}
+    as_json = times_json({engine: one.times for engine, one in figures.items()}, own.times)
+    rows = []
     for engine, one in figures.items():
-        doing = one.activity
-        rows.append(
-            (
-                engine,
-                *time_cells(one.times),
-                ratio_cell(one.times, figures[FLOOR].times),
-                ratio_cell(own.times, one.times),
-                f"{one.peak_bytes / (1 << 30):.2f} GiB",
-                *(("",) * 4 if doing is None else _cells(doing)),
-            )
-        )
-        as_json[engine] = {
-            **times_json({engine: one.times}, own.times)[engine],
-            "peak_bytes": one.peak_bytes,
-            "activity": None if doing is None else asdict(doing),
-            "loss": one.loss,
-        }
+        doing, cells = one.activity, ("",) * 4
+        if doing is not None:
+            exposed_part, idle_part = (f"{100 * s / doing.seconds:.1f}%" for s in (doing.exposed_s, doing.idle_s))
+            exposed_part = exposed_part if doing.communication_s > 0 else ""
+            cells = f"{doing.launches:.0f}", f"{doing.synchronisations:.1f}", exposed_part, idle_part
+        ratios = ratio_cell(one.times, figures[FLOOR].times), ratio_cell(own.times, one.times)
+        rows.append((engine, *time_cells(one.times), *ratios, f"{one.peak_bytes / (1 << 30):.2f} GiB", *cells))
+        as_json[engine] |= {"peak_bytes": one.peak_bytes, "activity": doing and doing._asdict(), "loss": one.loss}
     columns = (
         *("engine", "step", "min-max", "x floor", "hpcfsdp / it", "peak memory"),
         *("launches", "host waits", "exposed communication", "idle"),
     )
     notes = [f"{engine} was skipped: {reason}" for engine, reason in skipped.items()]
-    return Table(
-        columns,
-        rows,
-        {"about": about, "engines": as_json, "skipped": skipped},
-        notes,
-        heading=about,
-        ratios=[
-            Ratio.of_times(f"{NAMES[OWN]} on a device: step time / {NAMES[engine]}", own.times, one.times)
-            for engine, one in figures.items()
-            if engine not in (OWN, OWN_ROWS)
-        ],
-    )
+    compared = [
+        Ratio.of_times(f"{NAMES[OWN]} on a device: step time / {NAMES[engine]}", own.times, one.times)
+        for engine, one in figures.items()
+        if engine not in (OWN, OWN_ROWS)
+    ]
+    value = {"about": about, "engines": as_json, "skipped": skipped}
+    return Table(columns, rows, value, notes, heading=about, ratios=compared)
 
 
 def _measured(
@@ -141,9 +132,7 @@ def _measured(
 ) -> tuple[dict[str, EngineFigures], dict[str, str]]:
     """Return figures of all engines, and why others were left out. Collective over `comm`.
 
-    Args:
-        own: hpcfsdp's communicator where it is not that of the world.
-        options: of ``training_step``.
+    `own` is hpcfsdp's communicator where it is not that of the world, `options` are those of ``training_step``.
     """
     steps: dict[str, Callable[[], object]] = {}
     found: dict[str, tuple[int, Activity | None]] = {}
@@ -189,35 +178,6 @@ def _prepared(
     return step, max(comm.all_gather_object(peak)), traced(step, _TRACED, device)
 
 
-def _cells(doing: Activity) -> Sequence[str]:
-    def part(seconds: float) -> str:
-        return f"{100 * seconds / doing.seconds:.1f}%"
-
-    communicates = doing.communication_s > 0
-    return (
-        f"{doing.launches:.0f}",
-        f"{doing.synchronisations:.1f}",
-        part(doing.exposed_s) if communicates else "",
-        part(doing.idle_s),
-    )
-
-
-def _about(ranks: int, imagined: bool, device: torch.device, shape: dict[str, int], dtype: str, repeats: int) -> str:
-    """Return a line for the table: when, on what, and of what size."""
-    hardware = accelerator.describe(device)
-    versions = [f"{name} {version}" for name, version in accelerator.versions(device).items()]
-    with torch.device("meta"):
-        model = make_model(shape["layers"], shape["width"], shape["context"])
-    size = sum(param.numel() for param in model.parameters())
-    return (
-        f"{datetime.date.today()}, {1 if imagined else ranks} x {hardware.name} ({hardware.nbytes / (1 << 30):.0f} "
-        f"GiB), {', '.join([f'torch {torch.__version__}', *versions])}. "
-        f"{f'One process as rank 0 of {ranks}' if imagined else f'{ranks} ranks'}, {shape['layers']} layers of width "
-        f"{shape['width']} ({size / 1e6:.0f} million parameters), {shape['batch']} x {shape['context']} tokens on each "
-        f"rank, {dtype}; {repeats} runs of {_CALLS} steps."
-    )
-
-
 TimeRange = tuple[float, float]
 """Begin and end of a piece of work."""
 _STEPS = "hpcfsdp steps"
@@ -227,8 +187,7 @@ _COMMUNICATION = "ccl"
 """The names of the kernels of NCCL, RCCL, oneCCL, HCCL hold it."""
 
 
-@dataclass(frozen=True)
-class Activity:
+class Activity(NamedTuple):
     """What a device did, for each step.
 
     Attributes:
@@ -274,32 +233,27 @@ def activity(events: Iterable[Mapping[str, Any]], steps: int) -> Activity | None
 
     None where it has no kernels: the profiler does not know this device.
     """
-    complete = [event for event in events if event.get("ph") == "X"]
-    marks = [
-        _interval(event) for event in complete if event["name"] == _STEPS and event.get("cat") == "user_annotation"
-    ]
-    work = [event for event in complete if event.get("cat") in _ON_DEVICE]
-    if not any(event["cat"] == "kernel" for event in work):
+    spans: dict[str, list[TimeRange]] = {kind: [] for kind in ("mark", "wait", "work", "sending", "computing")}
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        kind, name = str(event.get("cat")), event["name"]
+        span = event["ts"], event["ts"] + event["dur"]
+        if name == _STEPS and kind == "user_annotation":
+            spans["mark"].append(span)
+        elif kind.endswith(_HOST_APIS) and "synchronize" in name.lower():
+            spans["wait"].append(span)
+        elif kind in _ON_DEVICE:
+            spans["work"].append(span)
+        if kind == "kernel":
+            spans["sending" if _COMMUNICATION in name.lower() else "computing"].append(span)
+    sending, computing, work = spans["sending"], spans["computing"], spans["work"]
+    if not (sending or computing):
         return None
-    waits = [
-        event
-        for event in complete
-        if str(event.get("cat")).endswith(_HOST_APIS)
-        and "synchronize" in event["name"].lower()
-        and any(begin <= event["ts"] < end for begin, end in marks)
-    ]
-    sending, computing = [], []
-    for event in work:
-        if event["cat"] == "kernel":
-            (sending if _COMMUNICATION in event["name"].lower() else computing).append(_interval(event))
-    spans = [_interval(event) for event in work]
-    seconds = max(end for _, end in spans) - min(begin for begin, _ in spans)
-    return Activity(
-        len(work) / steps,
-        len(waits) / steps,
-        *(each / steps / 1e6 for each in (seconds, length(sending), exposed(sending, computing))),
-        (seconds - length(spans)) / steps / 1e6,
-    )
+    waits = sum(any(begin <= at < end for begin, end in spans["mark"]) for at, _ in spans["wait"])
+    seconds = max(end for _, end in work) - min(begin for begin, _ in work)
+    times = seconds, length(sending), exposed(sending, computing), seconds - length(work)
+    return Activity(len(work) / steps, waits / steps, *(each / steps / 1e6 for each in times))
 
 
 def traced(step: Callable[[], object], steps: int, device: torch.device) -> Activity | None:
@@ -314,7 +268,3 @@ def traced(step: Callable[[], object], steps: int, device: torch.device) -> Acti
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
         return activity(json.loads(path.read_text())["traceEvents"], steps)
-
-
-def _interval(event: Mapping[str, Any]) -> TimeRange:
-    return event["ts"], event["ts"] + event["dur"]

@@ -33,16 +33,15 @@ class Times(NamedTuple):
         return statistics.median(self.ratios_to(other))
 
     def ratios_to(self, other: Times) -> tuple[float, ...]:
-        """Return the ratio of each round."""
         return tuple(mine / its for mine, its in zip(self.seconds, other.seconds, strict=True))
 
 
 def timed(
     comm: Communicator, call: Callable[[], Any], calls: int = 1, finish: Callable[[], None] = lambda: None
 ) -> tuple[float, Any]:
-    """Return the seconds of one call on the slowest rank, and its result on this rank. Collective over `comm`.
+    """Return the seconds of one of some calls on the slowest rank, and its result on this rank.
 
-    The ranks start together. See ``in_turn`` for the arguments.
+    Collective over `comm`: the ranks start together. See ``in_turn`` for `finish`.
     """
     comm.barrier()
     began_s = time.perf_counter()
@@ -75,22 +74,14 @@ def in_turn(
         for _ in range(warmup):
             way()
     finish()
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, way in ways.items():
-            found[name].append(timed(comm, way, calls, finish)[0])
-    return {name: Times(tuple(seconds)) for name, seconds in found.items()}
+    rounds = [[timed(comm, way, calls, finish)[0] for way in ways.values()] for _ in range(repeats)]
+    return dict(zip(ways, map(Times, zip(*rounds, strict=True)), strict=True))
 
 
 def measured_in_new_process(module: str, arguments: Mapping[str, Any], what: str) -> Any:
     """Return what ``python -m module JSON`` prints as its last line, from JSON: its memory is empty at the start.
 
-    Args:
-        arguments: the JSON.
-        what: is measured, for the message.
-
-    Raises:
-        HpcfsdpError: the process has failed; its messages are on standard error.
+    Raise an HpcfsdpError that names `what` if it fails; its own messages are on standard error.
     """
     command = [sys.executable, "-m", module, json.dumps(arguments)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
@@ -146,14 +137,12 @@ class Table(NamedTuple):
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of Markdown."""
-        if self.heading:
-            yield from (self.heading, "")
+        yield from (self.heading, "") if self.heading else ()
         yield from markdown(self.columns, self.rows)
         for note in self.notes:
             yield from ("", note)
         if self.second is not None:
-            yield ""
-            yield from self.second.lines()
+            yield from ("", *self.second.lines())
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

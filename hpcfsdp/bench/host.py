@@ -44,13 +44,12 @@ class SmallUnit(nn.Module):
 def measure(*, units: int, repeats: int) -> Table:
     """Make the default process group of this process, and time all engines on a model of so many units."""
     dist.init_process_group("fake", rank=0, world_size=RANKS)
+    steps: dict[str, Callable[[], None]] = {}
+    skipped: dict[str, str] = {}
     try:
-        steps: dict[str, Callable[[], None]] = {}
-        skipped: dict[str, str] = {}
         for engine in ENGINES:
-            group = FakeCommunicator(0, RANKS) if engine.startswith(OWN) else dist.group.WORLD
             try:
-                steps[engine] = _step(engine, group, units)
+                steps[engine] = _step(engine, units)
             except NotImplementedError as error:
                 skipped[engine] = str(error)
         return table(units, in_turn(FakeCommunicator(), steps, repeats=repeats, warmup=8, calls=_CALLS), skipped)
@@ -59,11 +58,9 @@ def measure(*, units: int, repeats: int) -> Table:
 
 
 def table(units: int, times: Mapping[str, Times], skipped: Mapping[str, str]) -> Table:
-    """Return a row for each engine, for each unit of the model, and hpcfsdp's overhead as a multiple of its overhead.
+    """Return a row for each engine, with the time of one unit, and hpcfsdp's overhead as a multiple of its overhead.
 
-    Args:
-        times: of a step of the whole model.
-        skipped: engine -> why it was not measured.
+    `times` are of a step of the whole model, `skipped` are reasons of engines that were not measured.
     """
     per_unit = {engine: Times(tuple(s / units for s in one.seconds)) for engine, one in times.items()}
     over = {  # the plain modules of the same round
@@ -98,12 +95,13 @@ def shard_rows(model: nn.Module, unit: type[nn.Module], comm: FakeCommunicator) 
         shard_modules([module], mesh)
 
 
-def _step(engine: str, group: Any, units: int) -> Callable[[], None]:
+def _step(engine: str, units: int) -> Callable[[], None]:
     torch.manual_seed(0)
     model = nn.Sequential(*(SmallUnit() for _ in range(units)))
     if engine == OWN_ROWS:
-        shard_rows(model, SmallUnit, group)
+        shard_rows(model, SmallUnit, FakeCommunicator(0, RANKS))
     else:
+        group = FakeCommunicator(0, RANKS) if engine.startswith(OWN) else dist.group.WORLD
         model = wrap(engine, model, group, unit=SmallUnit)
     x = torch.randn(ROWS, WIDTH)
 

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,26 +28,11 @@ from hpcfsdp.launch import rendezvous
 from hpcfsdp.world import World
 
 PLAIN = "plain"
-ENGINES = (OWN, PLAIN, *STOCK)
 _WHOLE = (PLAIN, "ddp")
 _ADAMW = 4
 """Tensors for each parameter: itself, its gradient, and two moments."""
 _WARMUP = 3
 _STORE_TIMEOUT_S = 300.0
-
-
-class _Samples(NamedTuple):
-    """Bytes for each rank: the sum over all ranks, divided by their number.
-
-    Attributes:
-        baseline: before there is a model.
-        steps: the peak of each step, above the baseline.
-        activations: what autograd keeps for a backward; where the plain model was measured.
-    """
-
-    baseline: int
-    steps: tuple[int, ...]
-    activations: int = 0
 
 
 def measure(world: World, *, layers: int, width: int, repeats: int, keep_freed: bool = False) -> Table:
@@ -63,24 +48,23 @@ def measure(world: World, *, layers: int, width: int, repeats: int, keep_freed: 
     sizes = _unit_sizes(layers, width)
     options = {"layers": layers, "width": width, "repeats": repeats, "keep_freed": keep_freed}
     options |= {"rank": world.rank, "ranks": world.size, "node": world.node_rank}
-    found = {
-        engine: _sample(world.host, None, engine, **options)
-        if engine == OWN
-        else _sample_elsewhere(world, {"engine": engine, **options})
-        for engine in ENGINES
-    }
+    found, activations = {OWN: _sample(world.host, None, OWN, **options)}, {}
+    for engine in (PLAIN, *STOCK):
+        store, address = rendezvous.open_store(world.comm, single_node=world.num_nodes == 1, timeout_s=_STORE_TIMEOUT_S)
+        with raise_together(world.host):
+            given = {"address": address, "port": store.port, "engine": engine, **options}
+            *found[engine], activations[engine] = measured_in_new_process(__name__, given, engine)
     peaks = {}
-    for engine, one in found.items():
+    for engine, (baseline, steps) in found.items():
         ranks = None if engine in _WHOLE else world.size
-        peaks[engine] = one.baseline, Peak(one.steps, analytic_bytes(sizes, ranks, found[PLAIN].activations))
+        peaks[engine] = baseline, Peak(tuple(steps), analytic_bytes(sizes, ranks, activations[PLAIN]))
     return table(peaks)
 
 
 def table(found: Mapping[str, tuple[int, Peak]]) -> Table:
     """Return a row for each engine, as a multiple of the analytic peak, and hpcfsdp's peak as a multiple of its peak.
 
-    Args:
-        found: engine -> bytes before there is a model, and the peaks of steps above these.
+    `found` has for each engine the bytes before there is a model, and the peaks of steps above these.
     """
     own = found[OWN][1].highest
     ratios = {engine: own / peak.highest for engine, (_, peak) in found.items()}
@@ -88,15 +72,10 @@ def table(found: Mapping[str, tuple[int, Peak]]) -> Table:
         (engine, mib(baseline), *peak.cells(), "" if engine == OWN else f"{ratios[engine]:.2f}x")
         for engine, (baseline, peak) in found.items()
     ]
-    as_json = {
-        engine: {
-            "engine": engine,
-            "baseline_bytes": baseline,
-            **peak.as_json("steps_bytes"),
-            "hpcfsdp_ratio": ratios[engine],
-        }
-        for engine, (baseline, peak) in found.items()
-    }
+    as_json = {}
+    for engine, (baseline, peak) in found.items():
+        sizes = {"baseline_bytes": baseline, **peak.as_json("steps_bytes")}
+        as_json[engine] = {"engine": engine, **sizes, "hpcfsdp_ratio": ratios[engine]}
     columns = ("engine", "baseline", "peak above it", "min-max of steps", "analytic", "peak / analytic", "hpcfsdp / it")
     shown = [
         Ratio.of_rounds(f"peak memory of a step / {NAMES[engine]}", [ratios[engine]])
@@ -109,10 +88,8 @@ def table(found: Mapping[str, tuple[int, Peak]]) -> Table:
 def analytic_bytes(unit_numels: Sequence[int], ranks: int | None, activation_bytes: int, itemsize: int = 4) -> int:
     """Return the least peak of a step: parameters, gradients, AdamW's state and activations.
 
-    A sharded rank holds its part of the state, and whole the two largest units and the gradient of the largest one.
-
-    Args:
-        ranks: that shard; None for an engine that does not.
+    A rank of `ranks` that shard holds its part of the state, and whole the two largest units and the gradient of the
+    largest one.
     """
     state = _ADAMW * sum(unit_numels) * itemsize
     if ranks is None:
@@ -147,26 +124,15 @@ def _unit_sizes(layers: int, width: int) -> list[int]:
 
 
 def _sample(
-    comm: Communicator,
-    group: Any,
-    engine: str,
-    *,
-    layers: int,
-    width: int,
-    repeats: int,
-    keep_freed: bool,
-    rank: int,
-    ranks: int,
-    node: int,
-) -> _Samples:
-    """Build an engine over `group`, take steps, and sample their memory. Collective over `comm`.
+    comm: Communicator, group: Any, engine: str, *, layers: int, repeats: int, keep_freed: bool, node: int, **shape: Any
+) -> tuple[int, list[int]]:
+    """Build an engine over `group`, take steps, and sample their memory; `node` is the number of this rank's node.
 
-    Args:
-        node: number of this rank's node.
+    Collective over `comm`. Return bytes for each rank, the sum over all ranks divided by their number: before there is
+    a model, and the peak of each step above that.
     """
     if not keep_freed:
         give_back_at_once()
-    shape = {"width": width, "rank": rank, "ranks": ranks}
     training_step(PLAIN, None, layers=1, **shape)()  # the first use of torch's kernels takes memory: it does not count
     pids = [pid for where, pid in comm.all_gather_object((node, os.getpid())) if where == node]
     with raise_together(comm):
@@ -179,35 +145,25 @@ def _sample(
     del step
     trim()  # the next engines need the room
     totals = [sum(values) for values in zip(*comm.all_gather_object([baseline, *peaks]), strict=True)]
-    baseline, *peaks = (total // ranks for total in totals)
-    return _Samples(baseline, tuple(peak - baseline for peak in peaks))
-
-
-def _sample_elsewhere(world: World, options: dict[str, Any]) -> _Samples:
-    """Call ``_sample`` in new processes, one for each rank. Collective over all ranks."""
-    store, address = rendezvous.open_store(world.comm, single_node=world.num_nodes == 1, timeout_s=_STORE_TIMEOUT_S)
-    with raise_together(world.host):
-        given = {"address": address, "port": store.port, **options}
-        baseline, steps, activations = measured_in_new_process(__name__, given, options["engine"])
-        return _Samples(baseline, tuple(steps), activations)
+    baseline, *peaks = (total // comm.size for total in totals)
+    return baseline, [peak - baseline for peak in peaks]
 
 
 def main(address: str, port: int, engine: str, **options: Any) -> None:
-    """Measure one engine and print its samples as JSON. Collective over the processes of the engine.
+    """Measure one engine, and print its samples and what autograd keeps for a backward of the plain model, as JSON.
 
-    Args:
-        address, port: of the store by which they meet.
-        options: of ``_sample``.
+    Collective over the processes of the engine, which meet by the store at the address.
     """
     torch.set_num_threads(1)
     rank, ranks = options["rank"], options["ranks"]
     store = dist.TCPStore(address, port, ranks, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     samples = _sample(TorchGroupCommunicator(dist.group.WORLD), dist.group.WORLD, engine, **options)
+    activations = 0
     if engine == PLAIN:
         model = make_model(options["layers"], options["width"])
-        samples = samples._replace(activations=saved_bytes(lambda: loss_of(model, make_batch(rank)), model))
-    print(json.dumps(samples), flush=True)
+        activations = saved_bytes(lambda: loss_of(model, make_batch(rank)), model)
+    print(json.dumps([*samples, activations]), flush=True)
     dist.barrier()
     os._exit(0)  # a group of gloo that outlives its destruction aborts the process, and models in circles hold it
 

@@ -48,9 +48,7 @@ class GatheredMuon(torch.optim.Optimizer):
 def measure(world: World, *, matrices: int, width: int, repeats: int) -> Table:
     """Time steps of all ways: stock torch over gloo, hpcfsdp over the world. Collective over all ranks.
 
-    Raises:
-        HpcfsdpError: the ways come to different parameters.
-        UsageError: there is one rank, or the ranks do not divide the matrices.
+    Raise an HpcfsdpError if the ways come to different parameters.
     """
     if world.size == 1:
         raise UsageError("bench: whole-tensors compares sharded matrices: start it with mpirun -n 2, or more")

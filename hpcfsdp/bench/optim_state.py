@@ -48,11 +48,7 @@ FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 
 
 class Trained(NamedTuple):
-    """A model that has taken a step.
-
-    Attributes:
-        api: the class whose methods are measured.
-    """
+    """A model that has taken a step. The methods of `api` are measured."""
 
     api: type[stock.FullyShardedDataParallel] | type[ours.FullyShardedDataParallel]
     model: nn.Module
@@ -60,13 +56,7 @@ class Trained(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A call that is measured.
-
-    Attributes:
-        call: "optim_state_dict", "optim_state_dict_to_load" or "state_dict".
-        kind: of the state dict.
-        rank0_only: only rank 0 gets a full one.
-    """
+    """A call that is measured, and the kind of its state dict; `rank0_only`: only rank 0 gets a full one."""
 
     call: str
     kind: StateDictType
@@ -87,7 +77,13 @@ class Way(NamedTuple):
     def __call__(self, trained: Trained, given: dict[str, Any] | None) -> dict[str, Any]:
         """Make the call. Collective over the ranks of the model."""
         api, model, optimizer = trained
-        with api.state_dict_type(model, *_settings(self.kind, rank0_only=self.rank0_only)):
+        # New ones for each call, as torch writes into configurations.
+        configs = stock.ShardedStateDictConfig(), stock.ShardedOptimStateDictConfig()
+        if self.kind is FULL:
+            # Everything is in host memory. FSDP1 cannot offload parameters there: it frees the gathered ones.
+            of_optim = stock.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=self.rank0_only)
+            configs = stock.FullStateDictConfig(offload_to_cpu=False, rank0_only=self.rank0_only), of_optim
+        with api.state_dict_type(model, self.kind, *configs):
             if self.call == "state_dict":
                 return model.state_dict()
             if self.loads:
@@ -111,11 +107,8 @@ MEMORY_WAYS = tuple(way for way in WAYS if way.loads or (way.rank0_only and way.
 def measure(world: World, *, layers: int, width: int, repeats: int) -> Table:
     """Measure calls of all engines in turn: stock torch over gloo, hpcfsdp over the world. Collective over all ranks.
 
-    Memory comes last, because from then on the C library returns freed memory at once, which takes time.
-
-    Raises:
-        HpcfsdpError: state dicts of engines differ, or an engine loads something other than its own state.
-        UsageError: there is one rank.
+    Memory comes last, because from then on the C library returns freed memory at once, which takes time. State dicts of
+    engines that differ are an error, and an engine that loads something other than its own state.
     """
     if world.size == 1:
         raise UsageError("bench: optim-state compares sharded state: start it with mpirun -n 2, or more")
@@ -154,24 +147,14 @@ def table(
     as_json = {"parameters": parameters, "times": times_of, "memory": memory}
     peak_rows = [(way, ranks, engine, *peak.cells()) for (way, engine, ranks), peak in peaks.items()]
     columns = ("call", "ranks", "engine", "peak", "min-max of calls", "analytic", "peak / analytic")
-    return Table(
-        ("call", "engine", "median", "min-max", "fsdp1 / hpcfsdp"),
-        rows,
-        as_json,
-        second=Table(columns, peak_rows, None),
-        ratios=[
-            Ratio.of_speeds(f"{way}: speed / FSDP1", engines[OWN], engines[FSDP1]) for way, engines in times.items()
-        ],
-    )
+    ratios = [Ratio.of_speeds(f"{way}: speed / FSDP1", engines[OWN], engines[FSDP1]) for way, engines in times.items()]
+    second = Table(columns, peak_rows, None)
+    columns = ("call", "engine", "median", "min-max", "fsdp1 / hpcfsdp")
+    return Table(columns, rows, as_json, second=second, ratios=ratios)
 
 
 def train(engine: str, group: Any, *, layers: int, width: int, rank: int) -> Trained:
-    """Return a new model under an engine, after one step of its optimizer. Collective over `group`.
-
-    Args:
-        group: the engine's process group.
-        rank: chooses the data.
-    """
+    """Return a new model under an engine, after one step of its optimizer. Collective over `group`."""
     torch.manual_seed(0)
     model = wrap(engine, nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))), group, unit=nn.Linear)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -197,15 +180,6 @@ def analytic_bytes(way: Way, *, layers: int, width: int, ranks: int, is_first: b
 
 def _unit_numel(width: int) -> int:
     return width * width + width
-
-
-def _settings(kind: StateDictType, *, rank0_only: bool) -> tuple[Any, ...]:
-    """Return the arguments of ``state_dict_type``. New ones for each call, as torch writes into configurations."""
-    if kind is SHARDED:
-        return kind, stock.ShardedStateDictConfig(), stock.ShardedOptimStateDictConfig()
-    # Everything is in host memory. FSDP1 cannot offload parameters there: it frees the gathered ones.
-    model = stock.FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only)
-    return kind, model, stock.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
 
 
 def _times(comm: Communicator, way: Way, trained: Mapping[str, Trained], repeats: int) -> dict[str, Times]:
@@ -236,11 +210,7 @@ def _times(comm: Communicator, way: Way, trained: Mapping[str, Trained], repeats
 def _peaks(
     comm: Communicator, trained: Mapping[str, Trained], shape: Mapping[str, int]
 ) -> dict[tuple[str, str, str], Peak]:
-    """Sample the memory of each rank, see ``table``. Collective over `comm`.
-
-    Args:
-        shape: layers and width of the model.
-    """
+    """Sample the memory of each rank, see ``table``. Collective over `comm`."""
     give_back_at_once()
     with raise_together(comm):
         sampler = Sampler([os.getpid()])
@@ -263,10 +233,8 @@ class Digest:
     """A tensor without its values.
 
     Attributes:
-        shape: of the whole tensor, if it is distributed.
-        boxes: the blocks of it that this rank stores.
-        size: the sum of absolute values on this rank.
-        sum: of these values, each weighted by its place.
+        shape: of the whole tensor, if it is distributed; this rank stores `boxes` of it.
+        size, sum: of absolute values on this rank, and of values, each weighted by its place.
     """
 
     shape: tuple[int, ...]
@@ -288,9 +256,8 @@ class Digest:
 
     def agrees_with(self, other: object) -> bool:
         """Return whether they are the same, but for rounding."""
-        if not isinstance(other, Digest):
-            return False
-        if (self.shape, self.dtype, self.boxes) != (other.shape, other.dtype, other.boxes):
+        kind = self.shape, self.dtype, self.boxes
+        if not isinstance(other, Digest) or kind != (other.shape, other.dtype, other.boxes):
             return False
         bound = _TOLERANCE * max(self.size, other.size)
         return abs(self.size - other.size) <= bound and abs(self.sum - other.sum) <= bound
@@ -298,22 +265,15 @@ class Digest:
 
 def digests(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of a state dict by their paths, tensors as their digests, in any order."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
+    if isinstance(value, (Mapping, list, tuple)):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from digests(inner, f"{path}/{key}")
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from digests(inner, f"{path}/{index}")
     else:
         yield path, Digest.of(value) if isinstance(value, torch.Tensor) else value
 
 
 def check_same(way: Way, who: str, found: Mapping[str, Any], other: str, expected: Mapping[str, Any]) -> None:
-    """Compare digests.
-
-    Raises:
-        HpcfsdpError: they differ, with the first path where they do.
-    """
+    """Raise an HpcfsdpError with the first path where digests differ, if they do."""
     for path in dict.fromkeys((*expected, *found)):
         mine, its = (values.get(path, "nothing") for values in (found, expected))
         if not (mine.agrees_with(its) if isinstance(mine, Digest) else mine == its):

@@ -41,28 +41,17 @@ class Sampler:
     """Watches processes of this node from another process."""
 
     def __init__(self, pids: Sequence[int]) -> None:
-        """Start the process.
-
-        Raises:
-            LaunchError: this system does not show the memory of processes.
-        """
+        """Start the process. Raise a LaunchError where this system does not show the memory of processes."""
         PssReader(pids).close()  # raises the error of the sampler here
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *map(str, pids)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-m", __name__, *map(str, pids)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def start(self) -> int:
         """Begin to sample; return the bytes that all processes hold at this moment."""
         return self._ask("start")
 
     def stop(self) -> int:
-        """Return the peak of each process since ``start``, added up.
-
-        Not the peak of their sum, which depends on how their peaks happen to coincide.
-        """
+        """Return the peaks since ``start``, added up: the peak of their sum depends on how they happen to coincide."""
         return self._ask("stop")
 
     def close(self) -> None:
@@ -92,11 +81,8 @@ def sampled(comm: Communicator, sampler: Sampler | None, action: Callable[[], ob
 
 
 def give_back_at_once() -> None:
-    """Have the C library return freed memory to the system at once.
-
-    By default glibc keeps blocks below a size that grows with the largest freed block, and how well they are used again
-    differs from run to run.
-    """
+    """Have the C library return freed memory to the system at once."""
+    # By default glibc keeps blocks below a size that grows with the largest freed one, and uses them again by chance.
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
 

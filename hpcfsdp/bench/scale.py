@@ -10,6 +10,7 @@ Each rank is a process of its own, ``python -m hpcfsdp.bench.scale JSON``, once 
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import sys
@@ -34,7 +35,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from hpcfsdp import checkpoint, fsdp
+from hpcfsdp import checkpoint
 from hpcfsdp.bench.harness import MIB, Table, measured_in_new_process, mib, readable
 from hpcfsdp.bench.host import shard_rows
 from hpcfsdp.bench.step import OWN, loss_of, make_batch, make_model, wrap
@@ -46,6 +47,7 @@ from hpcfsdp.comm.progress import Finished
 from hpcfsdp.comm.reduce import OptionalTensors
 from hpcfsdp.errors import UsageError
 from hpcfsdp.examples.gpt.transformer import Block
+from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.launch.topology import Topology
 from hpcfsdp.output.figure_file import new_figure, write_figure
 from hpcfsdp.state.tensors import StateTensor
@@ -60,12 +62,11 @@ _WARMUP = 2
 
 
 class PhaseCost(NamedTuple):
-    """What one rank pays for one phase.
+    """What one rank pays for one phase: time of this process alone, as nothing is sent, and memory.
 
     Attributes:
-        seconds: of this process alone; nothing is sent.
-        peak_bytes: the most memory of Python and numpy above that before the phase. Tensors do not count.
-        kept_bytes: the part of it that stays.
+        peak_bytes: the most memory of Python and numpy above that before the phase, of which `kept_bytes` stay.
+            Tensors do not count.
         gathered_bytes: pickled objects that the rank receives from all ranks, or in a broadcast.
     """
 
@@ -102,7 +103,8 @@ class ImaginedCommunicator(FakeCommunicator):
         return [pickle.loads(sent) for _ in range(self.size)]
 
     def _broadcast_object(self, value: Any, src: int) -> Any:
-        sent = self.of_rank_0 if self.rank != src and _is_empty(value) else pickle.dumps(value)
+        is_empty = value is None or (isinstance(value, tuple) and value[0] is None)
+        sent = self.of_rank_0 if self.rank != src and is_empty else pickle.dumps(value)
         self.gathered_bytes += len(sent)
         return value if self.rank == src else pickle.loads(sent)
 
@@ -118,16 +120,8 @@ class ImaginedCommunicator(FakeCommunicator):
         return Finished() if async_op else None
 
 
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, tuple) and value[0] is None)
-
-
 def measure(*, world_sizes: Sequence[int], layers: int, width: int, repeats: int) -> Table:
-    """Measure the first, the middle and the last rank at each world size. Not collective, in one process.
-
-    Raises:
-        UsageError: a world size that is less than the ranks of a node, or no multiple of them.
-    """
+    """Measure the first, the middle and the last rank at each world size. Not collective, in one process."""
     for ranks in world_sizes:
         if ranks < RANKS_PER_NODE or ranks % RANKS_PER_NODE:
             raise UsageError(f"bench: --world-sizes {ranks} is no multiple of {RANKS_PER_NODE}, the ranks of a node")
@@ -137,34 +131,20 @@ def measure(*, world_sizes: Sequence[int], layers: int, width: int, repeats: int
             for rank in (0, ranks // 2, ranks - 1):  # the first one writes the file that all of them load
                 options = {"layers": layers, "width": width, "folder": folder, "repeats": repeats}
                 timed, traced = (costs_of(rank, ranks, traced=flag, **options) for flag in (False, True))
-                costs = {
-                    name: cost._replace(seconds=timed[name].seconds) for name, cost in traced.items() if name in timed
-                }
+                both = [name for name in traced if name in timed]
+                costs = {name: traced[name]._replace(seconds=timed[name].seconds) for name in both}
                 found.append(RankCosts(ranks, rank, costs))
     return table(found)
 
 
 def table(found: Sequence[RankCosts]) -> Table:
     """Return for each phase a row for each world size: of the three ranks the one that pays the most."""
-    names = dict.fromkeys(phase for one in found for phase in one.costs)
-    sizes = dict.fromkeys(one.ranks for one in found)
-    by_phase = {
-        (phase, ranks): [one.costs[phase] for one in found if one.ranks == ranks and phase in one.costs]
-        for phase in names
-        for ranks in sizes
-    }
-    rows = [
-        (
-            phase,
-            str(ranks),
-            readable(max(cost.seconds for cost in costs)),
-            *(
-                mib(max(getattr(cost, kind) for cost in costs))
-                for kind in ("peak_bytes", "kept_bytes", "gathered_bytes")
-            ),
-        )
-        for (phase, ranks), costs in by_phase.items()
-    ]
+    rows = []
+    for phase in dict.fromkeys(phase for one in found for phase in one.costs):
+        for ranks in dict.fromkeys(one.ranks for one in found):
+            costs = [one.costs[phase] for one in found if one.ranks == ranks and phase in one.costs]
+            seconds, *sizes = map(max, zip(*costs, strict=True))
+            rows.append((phase, str(ranks), readable(seconds), *map(mib, sizes)))
     as_json = [{**one._asdict(), "costs": {name: cost._asdict() for name, cost in one.costs.items()}} for one in found]
     return Table(("phase", "ranks", "time", "peak of metadata", "kept", "objects received"), rows, as_json)
 
@@ -205,11 +185,9 @@ class _Phases:
 
 
 def main(*, ranks: int, rank: int, layers: int, width: int, folder: str, repeats: int, traced: bool) -> None:
-    """Be one rank, and print its costs as JSON.
+    """Be one rank, and print its costs as JSON. The first rank writes a checkpoint into `folder`, and all load it.
 
-    Args:
-        folder: for the checkpoint, which the first rank writes and all load.
-        repeats: of each phase, unless it is `traced`: then its memory is measured, and not its time.
+    Each phase runs `repeats` times, unless it is `traced`: then its memory is measured, and not its time.
     """
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=rank, world_size=ranks)
@@ -224,18 +202,31 @@ def main(*, ranks: int, rank: int, layers: int, width: int, folder: str, repeats
         return wrap(OWN, module, comm, unit=Block)
 
     model = phases("wrap the model", shard, once=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    ids = make_batch(rank)
-    step = _step_of(model, optimizer, ids)
-    for _ in range(_WARMUP):
-        step()
-    phases("step", step)
+    optimizer = _train(phases, "step", model, rank)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # types of state dicts are deprecated
         _state_dicts(phases, model, optimizer)
     _checkpoints(phases, comm, model, optimizer, Path(folder, "step.h5"))
-    _fully_shard(phases, comm, make_model(layers, width), ids)
+    model = make_model(layers, width)
+    phases("fully_shard the model", lambda: shard_rows(model, Block, comm), once=True)
+    optimizer = _train(phases, "step, fully_shard", model, rank)
+    phases("plan of a save, fully_shard", lambda: collect_content(comm, SaveArguments(model, optimizer)))
     print(json.dumps(phases.costs), flush=True)
+
+
+def _train(phases: _Phases, name: str, model: nn.Module, rank: int) -> torch.optim.Optimizer:
+    """Measure a step, after some for warming up, and return the optimizer."""
+    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-4), make_batch(rank)
+
+    def step() -> None:
+        loss_of(model, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(_WARMUP):
+        step()
+    phases(name, step)
+    return optimizer
 
 
 def _state_dicts(phases: _Phases, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -246,12 +237,10 @@ def _state_dicts(phases: _Phases, model: nn.Module, optimizer: torch.optim.Optim
         ("sharded", sharded, {"_use_dtensor": True}),
         ("ShardedTensor", sharded, {}),
     ):
-        with fsdp.FullyShardedDataParallel.state_dict_type(model, kind, *(config(**options) for config in configs)):
+        with FullyShardedDataParallel.state_dict_type(model, kind, *(config(**options) for config in configs)):
             phases(f"{name} state dict", model.state_dict)
-            phases(
-                f"{name} optimizer state dict",
-                lambda: fsdp.FullyShardedDataParallel.optim_state_dict(model, optimizer),
-            )
+            states = functools.partial(FullyShardedDataParallel.optim_state_dict, model, optimizer)
+            phases(f"{name} optimizer state dict", states)
 
 
 def _checkpoints(
@@ -261,14 +250,11 @@ def _checkpoints(
     collected = phases("plan of a save", lambda: collect_content(comm, given))
     content, tensors = collected.content, collected.tensors
     if comm.rank == 0:
-        metadata_image = phases("layout of the file, rank 0", content.metadata_image)
+        image = phases("layout of the file, rank 0", content.metadata_image)
         sums = np.zeros(len(content.plan.blocks), np.uint64)
-
         phases(
             "table of the file, rank 0",
-            lambda plan=content.plan: metadata_image.with_footer(
-                extent_rows(plan, metadata_image.offsets, [sums.tobytes()]), None
-            ),
+            lambda plan=content.plan: image.with_footer(extent_rows(plan, image.offsets, [sums.tobytes()]), None),
         )
         if not path.exists():
             _write(path, content, tensors)
@@ -278,26 +264,6 @@ def _checkpoints(
     comm.of_rank_0 = pickle.dumps((None, (lean, 0)))  # no error, and what it has opened
     comm.row = torch.from_numpy(rng.packed(rng.capture(comm.device)))
     phases("load", lambda: checkpoint.load(path, model=model, optimizer=optimizer))
-
-
-def _fully_shard(phases: _Phases, comm: ImaginedCommunicator, model: nn.Module, ids: torch.Tensor) -> None:
-    """Measure ``fully_shard`` where it differs."""
-    phases("fully_shard the model", lambda: shard_rows(model, Block, comm), once=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    step = _step_of(model, optimizer, ids)
-    for _ in range(_WARMUP):
-        step()
-    phases("step, fully_shard", step)
-    phases("plan of a save, fully_shard", lambda: collect_content(comm, SaveArguments(model, optimizer)))
-
-
-def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> Callable[[], None]:
-    def step() -> None:
-        loss_of(model, ids).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 def _write(path: Path, content: Content, tensors: Sequence[StateTensor]) -> None:
@@ -321,19 +287,9 @@ def _write(path: Path, content: Content, tensors: Sequence[StateTensor]) -> None
 
 
 def draw_scale(found: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw time, memory and received objects of each phase over world sizes, on logarithmic axes.
-
-    Args:
-        found: the JSON of ``table``.
-
-    Raises:
-        HpcfsdpError: matplotlib is not installed, or the file cannot be written.
-    """
-    kinds = (
-        ("seconds", 1.0, "time (s)"),
-        ("peak_bytes", MIB, "peak of metadata (MiB)"),
-        ("gathered_bytes", MIB, "objects received (MiB)"),
-    )
+    """Draw time, memory and received objects of each phase over world sizes: `found` is the JSON of ``table``."""
+    sizes_in_mib = ("peak_bytes", MIB, "peak of metadata (MiB)"), ("gathered_bytes", MIB, "objects received (MiB)")
+    kinds = (("seconds", 1.0, "time (s)"), *sizes_in_mib)
     figure = new_figure(11.0, 4.2)
     sizes = list(dict.fromkeys(one["ranks"] for one in found))
     phases = list(dict.fromkeys(phase for one in found for phase in one["costs"]))

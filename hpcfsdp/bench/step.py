@@ -28,18 +28,11 @@ from hpcfsdp.examples.gpt.run_config import ModelConfig
 from hpcfsdp.examples.gpt.transformer import GPT, VOCABULARY, Block
 from hpcfsdp.world import World
 
-FLOOR, OWN = "floor", "hpcfsdp"
-OWN_ROWS = f"{OWN}_rows"
-"""The engine under ``hpcfsdp.fully_shard``."""
+FLOOR, OWN, OWN_ROWS = "floor", "hpcfsdp", "hpcfsdp_rows"
+"""The last one is the engine under ``hpcfsdp.fully_shard``."""
 STOCK = ("ddp", "fsdp1", "fsdp2")
-NAMES = {
-    FLOOR: "the floor",
-    OWN: "FullyShardedDataParallel",
-    OWN_ROWS: "fully_shard",
-    "ddp": "DDP",
-    "fsdp1": "FSDP1",
-    "fsdp2": "FSDP2",
-}
+NAMES = {FLOOR: "the floor", OWN: "FullyShardedDataParallel", OWN_ROWS: "fully_shard"}
+NAMES |= {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2"}
 """Names in the summary of all benchmarks."""
 ENGINES = (FLOOR, *STOCK, OWN, OWN_ROWS)
 IN_TWO_DIMENSIONS = (FLOOR, "fsdp1", "fsdp2", OWN, OWN_ROWS)
@@ -62,28 +55,20 @@ def measure(world: World, *, layers: int, width: int, repeats: int, tensor: int 
         )
     own, gloo = (None, dist.new_group(backend="gloo")) if tensor == 1 else _meshes(world, tensor)
     rank = world.rank if own is None else own.get_local_rank("shard")
+    shape = {"layers": layers, "width": width, "tensor": tensor, "fused": fused}
+    shape |= {"rank": rank, "ranks": world.size // tensor}
     losses: dict[str, float] = {}
-
-    def noting_loss(engine: str) -> Callable[[], None]:
-        group = own if engine.startswith(OWN) else gloo
-        shape = {"layers": layers, "width": width, "tensor": tensor, "fused": fused}
-        step = training_step(engine, group, **shape, rank=rank, ranks=world.size // tensor)
-
-        def run() -> None:
-            losses[engine] = float(step())
-
-        return run
-
-    engines = ENGINES if tensor == 1 else IN_TWO_DIMENSIONS
-    times = in_turn(world.host, {engine: noting_loss(engine) for engine in engines}, repeats=repeats, warmup=3)
-    return table(times, losses)
+    steps = {}
+    for engine in ENGINES if tensor == 1 else IN_TWO_DIMENSIONS:
+        take = training_step(engine, own if engine.startswith(OWN) else gloo, **shape)
+        steps[engine] = lambda engine=engine, take=take: losses.update({engine: float(take())})
+    return table(in_turn(world.host, steps, repeats=repeats, warmup=3), losses)
 
 
 def table(times: Mapping[str, Times], losses: Mapping[str, float]) -> Table:
     """Return a row for each engine, as a multiple of the floor, and hpcfsdp's time as a multiple of it.
 
-    Args:
-        losses: of this rank in the last step. Equal but for rounding; the floor learns nothing.
+    `losses` are those of this rank in the last step: equal but for rounding. The floor learns nothing.
     """
     own, floor = times[OWN], times[FLOOR]
     rows = [
@@ -147,25 +132,25 @@ def training_step(
         engine: see ``wrap``, or "floor": the bare module, with an optimizer for a rank's share of the parameters.
         group: the engine's process group; a mesh ("shard", "tensor") for tensor-parallel layers.
         rank: chooses the data.
-        ranks: that shard the parameters.
-        tensor: tensor-parallel ranks.
-        context: tokens of a sequence.
-        batch: sequences of a step.
+        ranks: that shard the parameters; `tensor` ranks divide each layer.
+        context, batch: tokens of a sequence, sequences of a step.
         dtype: of computation and communication; what optimizers step is float32.
         fused: AdamW steps all parameters in one call, and not one by one.
     """
     torch.manual_seed(0)
     with device:
-        module = make_model(layers, width, context)
+        model = make_model(layers, width, context)
     if engine == FLOOR:
-        _keep_first_block(module, tensor)
-        module.to(dtype)
-    elif tensor > 1:
-        parallelize(module, group["tensor"])
-        group = group["shard"]
-    model = module if engine == FLOOR else wrap(engine, module, group, unit=Block, dtype=dtype, device=device)
-    params = [_share(module, ranks)] if engine == FLOOR else model.parameters()
-    optimizer = torch.optim.AdamW(params, lr=1e-4, fused=fused or None)
+        _keep_first_block(model, tensor)
+        model.to(dtype)
+        share = nn.Parameter(torch.zeros(sum(param.numel() for param in model.parameters()) // ranks, device=device))
+        share.grad = torch.randn_like(share)  # with as many elements as a rank's shards
+    else:
+        if tensor > 1:
+            parallelize(model, group["tensor"])
+            group = group["shard"]
+        model = wrap(engine, model, group, unit=Block, dtype=dtype, device=device)
+    optimizer = torch.optim.AdamW([share] if engine == FLOOR else model.parameters(), lr=1e-4, fused=fused or None)
     zero_grad = model.zero_grad if engine == FLOOR else optimizer.zero_grad
     ids = make_batch(rank, context, batch).to(device)
     casts = engine == "ddp" and dtype != torch.float32  # the others keep parameters of this dtype
@@ -225,7 +210,6 @@ def wrap(
         group: its process group, or a mesh of one dimension.
         unit: the class of the modules that become units.
         dtype: in which units compute, and send values and gradients; "plain" and "ddp" do so in that of the model.
-        device: of the model.
     """
     name, _, style = engine.partition("_")
     mesh = group if isinstance(group, DeviceMesh) else None
@@ -234,10 +218,13 @@ def wrap(
     with quiet():
         if name == "ddp":
             return DistributedDataParallel(model, process_group=group)
-        if name == "fsdp2":
-            return _fully_shard(stock, model, mesh or DeviceMesh.from_group(group, device.type), unit, narrow)
-        if engine == OWN_ROWS:
-            return _fully_shard(fsdp2, model, mesh, unit, narrow)
+        if name == "fsdp2" or engine == OWN_ROWS:
+            if name == "fsdp2" and mesh is None:
+                mesh = DeviceMesh.from_group(group, device.type)
+            rows = stock.MixedPrecisionPolicy(param_dtype=narrow)
+            for module in (*units(model, unit), model):
+                (stock if name == "fsdp2" else fsdp2).fully_shard(module, mesh=mesh, mp_policy=rows)
+            return model
         mixed = None if narrow is None else stock.MixedPrecision(param_dtype=narrow)
         policy = ModuleWrapPolicy({unit})
         options = {**where, "auto_wrap_policy": policy, "device_id": device, "use_orig_params": style == "orig"}
@@ -249,16 +236,6 @@ def wrap(
 def units(model: nn.Module, unit: type[nn.Module]) -> list[nn.Module]:
     """Return the modules that become units, without the model itself."""
     return [module for module in model.modules() if isinstance(module, unit)]
-
-
-def _fully_shard(
-    fsdp: Any, model: nn.Module, mesh: DeviceMesh | None, unit: type[nn.Module], dtype: torch.dtype | None
-) -> nn.Module:
-    policy = stock.MixedPrecisionPolicy(param_dtype=dtype)
-    for module in units(model, unit):
-        fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
-    fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model
 
 
 def _meshes(world: World, tensor: int) -> tuple[DeviceMesh, DeviceMesh]:
@@ -281,11 +258,3 @@ def _keep_first_block(model: GPT, tensor: int) -> None:
             layer.weight = nn.Parameter(layer.weight.detach().chunk(tensor, dimension)[0].contiguous())
             if dimension == 0:
                 layer.bias = nn.Parameter(layer.bias.detach().chunk(tensor)[0].contiguous())
-
-
-def _share(model: nn.Module, ranks: int) -> nn.Parameter:
-    """Return a parameter with as many elements as a rank's shards."""
-    params = list(model.parameters())
-    share = nn.Parameter(torch.zeros(sum(param.numel() for param in params) // ranks, device=params[0].device))
-    share.grad = torch.randn_like(share)
-    return share

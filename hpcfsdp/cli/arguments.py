@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -17,9 +16,9 @@ from hpcfsdp.errors import UsageError, nearest
 class Parser(argparse.ArgumentParser):
     """Raises a ``UsageError`` instead of ending the process, knows ``--json``, and shows examples in its help."""
 
-    def __init__(self, verb: str, description: str, examples: Sequence[str]) -> None:
+    def __init__(self, verb: str, description: str, *examples: str) -> None:
         super().__init__(prog=f"hpcfsdp {verb}", description=description, allow_abbrev=False)
-        self.examples = tuple(examples)
+        self.examples = examples
         self.add_argument("--json", action="store_true", help="machine-readable output; on failure an error object")
 
     def add_patterns(self, before: str = "") -> None:
@@ -36,26 +35,19 @@ class Parser(argparse.ArgumentParser):
         return f"{super().format_help()}\nexamples:\n" + "".join(f"  {line}\n" for line in self.examples)
 
     def error(self, message: str) -> NoReturn:
-        verb = self.prog.removeprefix("hpcfsdp ")
-        raise UsageError(f"{verb}: {message}{self._nearest_option(message)} ({self.prog} --help shows the usage)")
-
-    def _nearest_option(self, message: str) -> str:
-        """Return the end of argparse's message about unknown arguments: the option that resembles the first one."""
         unknown = [word for word in message.split() if word.startswith("--")]
-        if not message.startswith("unrecognized arguments:") or not unknown:
-            return ""
-        known = [option for action in self._actions for option in action.option_strings]
-        return nearest(unknown[0].split("=", 1)[0], known)
+        meant = ""
+        if message.startswith("unrecognized arguments:") and unknown:
+            known = [option for action in self._actions for option in action.option_strings]
+            meant = nearest(unknown[0].split("=", 1)[0], known)
+        verb = self.prog.removeprefix("hpcfsdp ")
+        raise UsageError(f"{verb}: {message}{meant} ({self.prog} --help shows the usage)")
 
 
 def paths_and_patterns(first: Path, others: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Separates paths from patterns of names: a further path exists, or ends with .h5."""
-    is_path = [name.endswith(".h5") or os.path.exists(name) for name in others]
-    paths = [Path(name) for name, path in zip(others, is_path, strict=True) if path]
-    return [first, *paths], [name for name, path in zip(others, is_path, strict=True) if not path]
-
-
-_PREFIXES = " KMGT"
+    paths = [name for name in others if name.endswith(".h5") or os.path.exists(name)]
+    return [first, *map(Path, paths)], [name for name in others if name not in paths]
 
 
 def positive(text: str) -> int:
@@ -70,12 +62,10 @@ def number_in(low: float, above: float, what: str) -> Callable[[str], float]:
     """Return the type of numbers from `low` to below `above`; `what` says it in the message."""
 
     def read(text: str) -> float:
-        value = math.nan
         with contextlib.suppress(ValueError):
-            value = float(text)
-        if not low <= value < above:
-            raise argparse.ArgumentTypeError(f"{text} is not {what}")
-        return value
+            if low <= (value := float(text)) < above:
+                return value
+        raise argparse.ArgumentTypeError(f"{text} is not {what}")
 
     return read
 
@@ -84,7 +74,7 @@ def size_in_bytes(text: str) -> int:
     """ "80GiB", "1.5GB" or "4096" as bytes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text)
     prefix = (found[2] or "") if found else ""
-    unit = (1024 if prefix.endswith("i") else 1000) ** _PREFIXES.index(prefix[:1] or " ")
+    unit = (1024 if prefix.endswith("i") else 1000) ** " KMGT".index(prefix[:1] or " ")
     size = int(float(found[1]) * unit) if found else 0
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a size, such as 1GiB or 256MiB")

@@ -7,13 +7,15 @@ Tables are Markdown, for docs/explanation/benchmarks.md.
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
-from hpcfsdp.cli.arguments import Parser, positive, size_in_bytes
+from hpcfsdp.cli.arguments import Parser, number_in, positive, size_in_bytes
 from hpcfsdp.cli.failure import end_together
 from hpcfsdp.cli.printing import plain_value, print_json
 from hpcfsdp.errors import HpcfsdpError, UsageError
@@ -23,6 +25,26 @@ from hpcfsdp.launch.job import load_mpi
 if TYPE_CHECKING:
     from hpcfsdp.bench.harness import Table
 
+_BENCHMARKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "collectives": ("collectives.measure", {"sizes": (1, 16, 64), "repeats": 9}),
+    "backends": ("step.measure_backends", {"layers": 6, "width": 512, "repeats": 9}),
+    "step": ("step.measure", {"layers": 6, "width": 512, "tensor": 1, "fused": False, "repeats": 9}),
+    "memory": ("memory.measure", {"layers": 8, "width": 768, "keep_freed": False, "repeats": 5}),
+    "optim-state": ("optim_state.measure", {"layers": 16, "width": 2048, "repeats": 9}),
+    "whole-tensors": ("muon_step.measure", {"matrices": 24, "width": 1024, "repeats": 3}),
+    "checkpoint": ("checkpoint.measure", {"nbytes": 1 << 30, "tensors": 300, "folder": None, "repeats": 5}),
+    "gpu": (
+        "gpu.measure",
+        {"layers": 24, "width": 2048, "context": 1024, "batch": 8, "dtype": "bf16", "repeats": 9, "imagined_ranks": 8},
+    ),
+    "host": ("host.measure", {"units": 32, "repeats": 40}),
+    "scale": (
+        "scale.measure",
+        {"world_sizes": (16, 64, 256, 1024, 4096, 16384), "layers": 4, "width": 256, "repeats": 3},
+    ),
+}
+"""For each measurement its function in ``hpcfsdp.bench``, and its options with their defaults."""
+_ALONE = ("host", "scale", "all")
 _HELP = """collectives: next to gloo, plain MPI calls and the speed of memory; backends: steps of stock DDP, FSDP1 and
 FSDP2 on hpcmpi and on gloo; step: steps of hpcfsdp, of these over gloo, and without communication; memory: the peak of
 such a step, and the analytic one; optim-state: state dicts of a model and its optimizer, by hpcfsdp and by FSDP1 over
@@ -34,85 +56,54 @@ process (without mpirun); all: every one of these that needs no option, with a s
 itself)"""
 
 
-_KINDS = (
-    "collectives",
-    "backends",
-    "step",
-    "memory",
-    "optim-state",
-    "whole-tensors",
-    "checkpoint",
-    "gpu",
-    "host",
-    "scale",
-    "all",
-)
-_ALONE = ("host", "scale", "all")
+def _heads_wide(text: str) -> int:
+    width = positive(text)
+    if width % 8:
+        raise argparse.ArgumentTypeError(f"{text} is not a multiple of 8, the heads of attention")
+    return width
 
-_EXAMPLES = (
+
+parser = Parser(
+    "bench",
+    "Measure hpcfsdp and its peers in one run, on as many ranks as mpirun starts.",
     "mpirun -n 4 hpcfsdp bench collectives --sizes 1 16     # next to gloo and plain MPI",
     "mpirun -n 2 hpcfsdp bench step --layers 2 --width 128  # a step of each engine",
     "hpcfsdp bench host --units 8                           # one process, without mpirun",
     "mpirun -n 4 hpcfsdp bench checkpoint --folder /scratch --bytes 4GiB",
     "hpcfsdp bench all --out new.json --compare old.json     # everything, next to an earlier run",
 )
-
-
-def parser() -> Parser:
-    """Return the parser of the command line."""
-    made = Parser("bench", "Measure hpcfsdp and its peers in one run, on as many ranks as mpirun starts.", _EXAMPLES)
-    made.add_argument("what", choices=_KINDS, metavar="WHAT", help=_HELP)
-    # hpcfsdp.bench.run has the defaults.
-    for flag, kind, metavar, text in (
-        ("--repeats", positive, "N", "runs of each way; default: 9, host: 40, memory, checkpoint: 5, whole-tensors: 3"),
-        (
-            "--layers",
-            positive,
-            "N",
-            "backends, step: of the GPT, default: 6; memory: 8; gpu: 24; optim-state: linear, 16",
-        ),
-        (
-            "--width",
-            _heads_wide,
-            "N",
-            "the same: a multiple of 8; default: 512, memory: 768, gpu, optim-state: 2048; whole-tensors: 1024",
-        ),
-        ("--matrices", positive, "N", "whole-tensors: of the model; default: 24"),
-        ("--split-nodes", positive, "N", "divide each node into N imagined ones, which exchange messages; default: 1"),
-        ("--tensor", positive, "N", "step: tensor-parallel ranks; default: 1"),
-        ("--context", positive, "N", "gpu: tokens of a sequence; default: 1024"),
-        ("--batch", positive, "N", "gpu: sequences of a step on each rank; default: 8"),
-        ("--imagined-ranks", positive, "N", "gpu, in one process: ranks of which it is the first; default: 8"),
-        ("--tensors", positive, "N", "checkpoint: number of parameters; default: 300"),
-        ("--folder", str, "DIR", "checkpoint: on the disk to measure; default: the current one"),
-        ("--units", positive, "N", "host: of the model; default: 32"),
-    ):
-        made.add_argument(flag, type=kind, metavar=metavar, help=text)
-    made.add_argument(
-        "--bytes",
-        type=size_in_bytes,
-        dest="nbytes",
-        metavar="SIZE",
-        help="checkpoint: of all; default: 1GiB",
-    )
-    made.add_argument(
-        "--world-sizes", type=positive, nargs="+", metavar="N", help="scale: default 16 64 256 1024 4096 16384"
-    )
-    made.add_argument("--ranks", type=positive, metavar="N", help="all: ranks that mpirun starts; default: 2")
-    made.add_argument("--mpirun", metavar="COMMAND", help="all: starts ranks, with its options; default: mpirun")
-    made.add_argument("--out", type=Path, metavar="FILE", help="all: keep every figure, as JSON")
-    made.add_argument("--compare", type=Path, metavar="FILE", help="all: next to an earlier run, of --out")
-    made.add_argument("--figure", type=Path, metavar="FILE", help="all, scale: draw the result (svg, png, pdf)")
-    made.add_argument("--small", action="store_true", help="all: two tiny benchmarks, to try the command itself")
-    made.add_argument("--fused", action="store_true", help="step: AdamW steps all parameters in one call")
-    made.add_argument("--dtype", choices=("bf16", "fp32"), help="gpu: of computation; default: bf16")
-    made.add_argument("--sizes", type=_megabytes, nargs="+", metavar="MIB", help="collectives: default 1 16 64")
-    made.add_argument(
-        "--keep-freed",
-        action="store_true",
-        help="memory: let the C library keep memory that is freed within a step, as it does by default",
-    )
-    return made
+add = parser.add_argument
+add("what", choices=(*_BENCHMARKS, "all"), metavar="WHAT", help=_HELP)
+_WIDTH = "the same: a multiple of 8; default: 512, memory: 768, gpu, optim-state: 2048; whole-tensors: 1024"
+for flag, text in (
+    ("--repeats", "runs of each way; default: 9, host: 40, memory, checkpoint: 5, whole-tensors: 3"),
+    ("--layers", "backends, step: of the GPT, default: 6; memory: 8; gpu: 24; optim-state: linear, 16"),
+    ("--width", _WIDTH),
+    ("--matrices", "whole-tensors: of the model; default: 24"),
+    ("--split-nodes", "divide each node into N imagined ones, which exchange messages; default: 1"),
+    ("--tensor", "step: tensor-parallel ranks; default: 1"),
+    ("--context", "gpu: tokens of a sequence; default: 1024"),
+    ("--batch", "gpu: sequences of a step on each rank; default: 8"),
+    ("--imagined-ranks", "gpu, in one process: ranks of which it is the first; default: 8"),
+    ("--tensors", "checkpoint: number of parameters; default: 300"),
+    ("--units", "host: of the model; default: 32"),
+    ("--ranks", "all: ranks that mpirun starts; default: 2"),
+):
+    add(flag, type=_heads_wide if flag == "--width" else positive, metavar="N", help=text)
+add("--folder", metavar="DIR", help="checkpoint: on the disk to measure; default: the current one")
+add("--bytes", type=size_in_bytes, dest="nbytes", metavar="SIZE", help="checkpoint: of all; default: 1GiB")
+add("--world-sizes", type=positive, nargs="+", metavar="N", help="scale: default 16 64 256 1024 4096 16384")
+add("--mpirun", metavar="COMMAND", help="all: starts ranks, with its options; default: mpirun")
+add("--out", type=Path, metavar="FILE", help="all: keep every figure, as JSON")
+add("--compare", type=Path, metavar="FILE", help="all: next to an earlier run, of --out")
+add("--figure", type=Path, metavar="FILE", help="all, scale: draw the result (svg, png, pdf)")
+add("--small", action="store_true", help="all: two tiny benchmarks, to try the command itself")
+add("--fused", action="store_true", help="step: AdamW steps all parameters in one call")
+add("--dtype", choices=("bf16", "fp32"), help="gpu: of computation; default: bf16")
+_SIZE = number_in(1e-5, 1e6, "a size in MiB")
+add("--sizes", type=_SIZE, nargs="+", metavar="MIB", help="collectives: default 1 16 64")
+_KEEP = "memory: let the C library keep memory that is freed within a step, as it does by default"
+add("--keep-freed", action="store_true", help=_KEEP)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -132,31 +123,48 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    options = parser().parse_args(arguments)
-    launched = env.launcher_size()
+    options = parser.parse_args(arguments)
+    what, launched = options.what, env.launcher_size()
     processes = 1 if launched is None else launched[1]
-    one_process = options.what if options.what in _ALONE else "--imagined-ranks" if options.imagined_ranks else None
+    one_process = what if what in _ALONE else "--imagined-ranks" if options.imagined_ranks else None
     if one_process and processes > 1:
         raise UsageError(f"bench: {one_process} measures one process, and the launcher started {processes}")
-    alone = options.what in _ALONE or (options.what == "gpu" and processes == 1)
+    alone = what in _ALONE or (what == "gpu" and processes == 1)
     if alone and options.split_nodes:
         raise UsageError("bench: --split-nodes divides the ranks of a node, and this measures one process")
-    if options.what == "all":
+    if what == "all":
         from hpcfsdp.cli.bench_all import run_all  # loads torch
 
         return run_all(options)
     if not alone:
         load_mpi()
-    from hpcfsdp.bench import run  # loads torch, which has to come after MPI
+    import torch  # which has to come after MPI
 
-    measure = run.measure_alone if alone else run.measure_together
-    found, facts = measure(options)
-    if found is not None:
-        _print(found, options, facts)
-        if options.what == "scale" and options.figure is not None:
-            from hpcfsdp.bench.scale import draw_scale  # as above
+    module, name = _BENCHMARKS[what][0].split(".")
+    measure = getattr(importlib.import_module(f"hpcfsdp.bench.{module}"), name)
+    given = {name: getattr(options, name) or default for name, default in _BENCHMARKS[what][1].items()}
+    if alone:
+        torch.set_num_threads(1)
+        ranks = {"gpu": {"ranks": given.get("imagined_ranks")}, "host": {"ranks": 8, "units": given.get("units")}}
+        found, facts = measure(**given), ranks.get(what, {})
+    else:
+        from hpcfsdp import world as worlds  # as torch
+        from hpcfsdp.bench.step import quiet
 
-            draw_scale(found.as_json, options.figure, found.heading)
+        world = worlds.init(None if what == "gpu" else "cpu", split_nodes=options.split_nodes or 1)
+        torch.set_num_threads(1)
+        with quiet():
+            found = measure(world, **given)
+        gc.collect()  # a group of gloo that outlives its destruction aborts the process, and models in circles hold it
+        worlds.finalize()
+        if world.rank:
+            return 0
+        facts = {"topology": str(world.topology), "ranks": world.size}
+    _print(found, options, facts)
+    if what == "scale" and options.figure is not None:
+        from hpcfsdp.bench.scale import draw_scale  # as above
+
+        draw_scale(found.as_json, options.figure, found.heading)
     return 0
 
 
@@ -168,20 +176,3 @@ def _print(found: Table, options: argparse.Namespace, facts: dict[str, Any]) -> 
         return
     for line in found.lines():
         print(line)
-
-
-def _megabytes(text: str) -> int:
-    try:
-        size = float(text)
-    except ValueError:
-        size = 0.0
-    if not 0 < size < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} MiB is not a size")
-    return int(size * (1 << 20))
-
-
-def _heads_wide(text: str) -> int:
-    width = positive(text)
-    if width % 8:
-        raise argparse.ArgumentTypeError(f"{text} is not a multiple of 8, the heads of attention")
-    return width

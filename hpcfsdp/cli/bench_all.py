@@ -1,44 +1,123 @@
-"""``hpcfsdp bench all``: the suite of benchmarks, with a summary first, and next to an earlier run."""
+"""``hpcfsdp bench all``: all benchmarks with their peers, each in processes of its own; a summary of their ratios, and
+the comparison with an earlier run.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+import datetime
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hpcfsdp import accelerator
-from hpcfsdp.bench import suite
+import psutil
+
+from hpcfsdp import accelerator, env
 from hpcfsdp.bench.harness import Ratio, markdown
 from hpcfsdp.cli.printing import print_json, print_note
-from hpcfsdp.errors import UsageError
+from hpcfsdp.errors import HpcfsdpError, UsageError
+from hpcfsdp.launch.together import versions
+from hpcfsdp.output.figure_file import new_figure, write_figure
 
-_WANTED = {"lower": "< 1", "higher": "> 1"}
+FORMAT = "hpcfsdp benchmarks 1"
+_ROW_INCHES = 0.22
+_BETTER, _WORSE = "#0072b2", "#d55e00"
+
+
+class Benchmark(NamedTuple):
+    """One benchmark of the suite.
+
+    Attributes:
+        title: the same in every run.
+        arguments: of ``hpcfsdp bench``.
+        scale: ranks as a multiple of those of the suite; 0 for one process without mpirun.
+    """
+
+    title: str
+    arguments: tuple[str, ...]
+    scale: int = 1
+
+
+STEP = ("step", "--layers", "8", "--width", "384")
+PARTS = (
+    Benchmark("step", STEP),
+    Benchmark("step, fused AdamW", (*STEP, "--fused")),
+    Benchmark("step, large layers", ("step", "--layers", "3", "--width", "768")),
+    Benchmark("step, two imagined nodes", (*STEP, "--split-nodes", "2")),
+    Benchmark("step, tensor-parallel", (*STEP, "--tensor", "2"), 2),
+    Benchmark("torch on hpcmpi", ("backends", "--layers", "8", "--width", "384")),
+    Benchmark("collectives", ("collectives", "--sizes", "1", "16")),
+    Benchmark("collectives, two imagined nodes", ("collectives", "--sizes", "1", "16", "--split-nodes", "2")),
+    Benchmark("memory", ("memory",)),
+    Benchmark("state dicts", ("optim-state",)),
+    Benchmark("Muon", ("whole-tensors",)),
+    Benchmark("checkpoint, 300 tensors", ("checkpoint", "--bytes", "1GiB", "--tensors", "300")),
+    Benchmark("checkpoint, 4,000 tensors", ("checkpoint", "--bytes", "1GiB", "--tensors", "4000")),
+    Benchmark("host", ("host",), 0),
+)
+ON_DEVICES = (Benchmark("device", ("gpu",), 0),)
+"""Further parts where there is an accelerator."""
+SMALL = (
+    Benchmark("step", ("step", "--layers", "1", "--width", "16", "--repeats", "2")),
+    Benchmark("host", ("host", "--units", "2", "--repeats", "2"), 0),
+)
+"""What ``--small`` runs, to try the suite: its figures have no meaning."""
+
+
+class Change(NamedTuple):
+    """A ratio in two runs; None in a run that does not have it."""
+
+    part: str
+    name: str
+    before: Ratio | None
+    now: Ratio | None
+
+    @property
+    def verdict(self) -> str:
+        """ "better" or "worse" where the ranges of all rounds do not meet, otherwise "same"; "new" or "gone"."""
+        if self.before is None or self.now is None:
+            return "new" if self.before is None else "gone"
+        if self.now.low <= self.before.high and self.before.low <= self.now.high:
+            return "same"
+        lower = self.now.value < self.before.value
+        return "better" if lower == (self.now.better == "lower") else "worse"
 
 
 def run_all(options: argparse.Namespace) -> int:
     """Run the suite and print it; the exit code is 1 if a part has failed."""
-    before = None if options.compare is None else suite.load(options.compare)
+    before = None if options.compare is None else load(options.compare)
     for path in (options.out, options.figure):
         if path is not None and not path.absolute().parent.is_dir():
             raise UsageError(f"bench: {path}: there is no folder {path.absolute().parent}")
-    parts = suite.SMALL if options.small else (*suite.PARTS, *(suite.ON_DEVICES if accelerator.device_count() else ()))
+    parts = SMALL if options.small else (*PARTS, *(ON_DEVICES if accelerator.device_count() else ()))
     extra = [] if options.repeats is None else ["--repeats", str(options.repeats)]
     extra += [] if options.folder is None else ["--folder", options.folder]
-    found = suite.run(parts, options.mpirun or "mpirun", options.ranks or 2, print_note, extra)
+    found = run(parts, options.mpirun or "mpirun", options.ranks or 2, print_note, extra)
     if options.out is not None:
-        suite.save(options.out, found)
-    failed = suite.failures(found)
+        save(options.out, found)
     if options.json:
-        compared = None if before is None else [_as_json(change) for change in suite.changes(before, found)]
-        others = None if before is None else suite.differences(before, found)
-        print_json({**found, "changes": compared, "differs_in": others})
+        compared = before and [
+            {
+                **one._asdict(),
+                **{side: ratio and ratio._asdict() for side, ratio in (("before", one.before), ("now", one.now))},
+                "verdict": one.verdict,
+            }
+            for one in changes(before, found)
+        ]
+        print_json({**found, "changes": compared, "differs_in": before and differences(before, found)})
     else:
         for line in _lines(found, before):
             print(line)
-    ratios = list(suite.ratios(found))
-    if options.figure is not None and ratios:
-        suite.draw_ratios(ratios, Path(options.figure), suite.about(found))
+    if options.figure is not None and (drawn := list(ratios(found))):
+        draw_ratios(drawn, Path(options.figure), about(found))
+    failed = failures(found)
     for title, message in failed.items():
         print_note(f"bench: {title} has failed: {message.splitlines()[-1] if message else 'without a message'}")
     return 1 if failed else 0
@@ -46,32 +125,189 @@ def run_all(options: argparse.Namespace) -> int:
 
 def _lines(found: Mapping[str, Any], before: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield the summary, the comparison, and the table of each part."""
-    yield from (suite.about(found), "")
-    yield from markdown(("benchmark", "ratio", "median", "min-max", "better if"), _summary(suite.ratios(found)))
+    wanted = {"lower": "< 1", "higher": "> 1"}
+    rows = [(title, one.name, f"{one.value:.2f}", _range(one), wanted[one.better]) for title, one in ratios(found)]
+    yield from (about(found), "", *markdown(("benchmark", "ratio", "median", "min-max", "better if"), rows))
     if before is not None:
-        yield from ("", f"Compared with {suite.about(before)}", "")
-        if others := suite.differences(before, found):
+        yield from ("", f"Compared with {about(before)}", "")
+        if others := differences(before, found):
             yield from (f"The runs differ in {', '.join(others)}: a verdict may come from that alone.", "")
-        yield from markdown(("benchmark", "ratio", "before", "now", "verdict"), _changes(suite.changes(before, found)))
+        rows = [
+            (
+                one.part,
+                one.name,
+                *((side and f"{side.value:.2f} ({_range(side)})") or "" for side in one[2:]),
+                one.verdict,
+            )
+            for one in changes(before, found)
+        ]
+        yield from markdown(("benchmark", "ratio", "before", "now", "verdict"), rows)
     for title, part in found["parts"].items():
         yield from ("", f"## {title}", "", f"`{' '.join(part['command'])}`", "")
         yield from part["text"].splitlines() if "text" in part else [f"failed: {part['error']['message']}"]
 
 
-def _summary(found: Iterable[tuple[str, Ratio]]) -> Iterator[tuple[str, ...]]:
-    for title, ratio in found:
-        yield title, ratio.name, f"{ratio.value:.2f}", f"{ratio.low:.2f} - {ratio.high:.2f}", _WANTED[ratio.better]
+def _range(ratio: Ratio) -> str:
+    return f"{ratio.low:.2f} - {ratio.high:.2f}"
 
 
-def _changes(changes: Iterable[suite.Change]) -> Iterator[tuple[str, ...]]:
-    def cell(ratio: Ratio | None) -> str:
-        return "" if ratio is None else f"{ratio.value:.2f} ({ratio.low:.2f} - {ratio.high:.2f})"
+def run(
+    parts: Sequence[Benchmark], mpirun: str, ranks: int, announce: Callable[[str], None], extra: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Run all parts, one after the other, with all of their output as JSON.
 
-    for change in changes:
-        yield change.part, change.name, cell(change.before), cell(change.now), change.verdict
+    Args:
+        mpirun: the command that starts ranks, with its own options.
+        ranks: of a part.
+        announce: called with the command line of each part before it starts.
+        extra: further arguments of each part.
+
+    Returns:
+        The machine and its software, and each part by title. A part that fails has an "error".
+    """
+    found: dict[str, Any] = {
+        "format": FORMAT,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "ranks": ranks,
+        "hardware": hardware(),
+        "versions": software(),
+        "parts": {},
+    }
+    for part in parts:
+        command = ["hpcfsdp", "bench", *part.arguments, *extra]
+        starts = [*shlex.split(mpirun), "-n", str(ranks * part.scale)] if part.scale else []
+        started = [*starts, sys.executable, "-m", *command, "--json"]
+        announce(shlex.join(started))
+        found["parts"][part.title] = {"command": command, **_run(started)}
+    return found
 
 
-def _as_json(change: suite.Change) -> dict[str, Any]:
-    sides = {"before": change.before, "now": change.now}
-    values = {name: None if ratio is None else ratio._asdict() for name, ratio in sides.items()}
-    return {"part": change.part, "name": change.name, **values, "verdict": change.verdict}
+def _run(command: Sequence[str]) -> dict[str, Any]:
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise UsageError(f"bench: cannot start {command[0]!r}: {error.strerror}; give --mpirun a command") from None
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        found = {"error": {"message": "\n".join(done.stderr.splitlines()[-20:])}}
+    if done.returncode and "error" not in found:
+        found["error"] = {"message": f"exit code {done.returncode}"}
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Return this machine: processor, cores, memory in bytes, accelerators."""
+    processor = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        processor = next(names, platform.machine())
+    found: dict[str, Any] = {
+        "host": env.host_name(),
+        "processor": processor,
+        "cores": len(psutil.Process().cpu_affinity()),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.release()}",
+    }
+    if accelerator.device_count():
+        found["accelerator"] = accelerator.describe(accelerator.current_device()).name
+        found["accelerators"] = accelerator.device_count()
+    return found
+
+
+def software() -> dict[str, str]:
+    """Return versions of hpcfsdp, of what it stands on, and of safetensors, a peer."""
+    found = {name: version for name, version in versions().items() if version}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["safetensors"] = metadata.version("safetensors")
+    return found
+
+
+def about(found: Mapping[str, Any]) -> str:
+    """Return a line about a run: when, on what, with which software."""
+    machine = found["hardware"]
+    text = f"{found['date'][:10]}: {machine['processor']}, {machine['cores']} cores, "
+    text += f"{machine['memory_bytes'] / (1 << 30):.0f} GiB"
+    if "accelerator" in machine:
+        text += f", {machine['accelerators']} x {machine['accelerator']}"
+    software = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return f"{text}; {software}; {found['ranks']} ranks"
+
+
+def ratios(found: Mapping[str, Any]) -> Iterator[tuple[str, Ratio]]:
+    """Yield (title of the part, ratio) for all ratios of a run."""
+    for title, part in found["parts"].items():
+        yield from ((title, Ratio(**ratio)) for ratio in part.get("ratios", ()))
+
+
+def failures(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return the messages of parts that failed, by title."""
+    return {title: str(part["error"]["message"]) for title, part in found["parts"].items() if "error" in part}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read an earlier run. Raise a UsageError if ``hpcfsdp bench all`` has not written it, or it cannot be read."""
+    try:
+        found = json.loads(path.read_text())
+        numbers = [number for _, ratio in ratios(found) for number in (ratio.value, ratio.low, ratio.high)]
+        if found["format"] != FORMAT or not all(isinstance(number, (int, float)) for number in numbers):
+            raise ValueError
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(f"{path}: hpcfsdp bench all --out has not written this file, or another version has") from None
+    return found
+
+
+def save(path: Path, found: Mapping[str, Any]) -> None:
+    """Write a run to a file."""
+    try:
+        path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise HpcfsdpError(f"{path}: cannot write there: {error.strerror}") from error
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what else differs in two runs than hpcfsdp itself: ranks, hardware, versions."""
+    one, other = (
+        {"ranks": run.get("ranks"), **dict(run.get("hardware", {})), **dict(run.get("versions", {}))}
+        for run in (before, now)
+    )
+    names = dict.fromkeys(name for name in (*one, *other) if name not in ("host", "hpcfsdp"))
+    return [name for name in names if one.get(name) != other.get(name)]
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Return all ratios of two runs, those of `now` first."""
+    old, new = ({(title, ratio.name): ratio for title, ratio in ratios(run)} for run in (before, now))
+    return [Change(*key, old.get(key), new.get(key)) for key in {**new, **old}]
+
+
+def draw_ratios(found: Sequence[tuple[str, Ratio]], path: Path, title: str) -> None:
+    """Draw (part, ratio) pairs into `path`, in the format of its name. Where higher is better, the ratio is inverted.
+
+    Raises:
+        HpcfsdpError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure = new_figure(9.0, 1.2 + _ROW_INCHES * len(found))
+    axes = figure.add_subplot()
+    for row, (_, ratio) in enumerate(found):
+        value, low, high = ratio.value, ratio.low, ratio.high
+        if ratio.better == "higher":
+            value, low, high = 1 / value, 1 / high, 1 / low
+        colour = _BETTER if value <= 1 else _WORSE
+        axes.plot([low, high], [row, row], color=colour, linewidth=1.2, alpha=0.6)
+        axes.plot([value], [row], marker="o" if value <= 1 else "D", color=colour, markersize=5)
+        axes.annotate(f"{value:.2f}", (high, row), (6, 0), textcoords="offset points", va="center", fontsize=7)
+    axes.set_yticks(range(len(found)), [f"{part} | {ratio.name}" for part, ratio in found], fontsize=7)
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _place: f"{value:g}")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.grid(axis="x", linewidth=0.3)
+    figure.supxlabel(
+        "cost of hpcfsdp / that of its peer: left of 1 hpcfsdp is better. Mark: median, line: all rounds", fontsize=8
+    )
+    axes.set_title(title, fontsize=8, loc="left", wrap=True)
+    write_figure(figure, path)

@@ -6,61 +6,52 @@ import argparse
 import importlib
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hpcfsdp.cli.arguments import Parser
 from hpcfsdp.cli.main import VERBS
 
-_EXAMPLES = (
+_SHELLS = ("bash", "zsh", "fish")
+
+
+class Words(NamedTuple):
+    """What can follow a verb: options with their help, choices of an option's value, and of the first argument."""
+
+    options: dict[str, str]
+    choices: dict[str, tuple[str, ...]]
+    first: tuple[str, ...]
+
+
+parser = Parser(
+    "completion",
+    "Print a script with which a shell completes hpcfsdp's verbs, options and files.",
     'eval "$(hpcfsdp completion bash)"   # in ~/.bashrc',
     'eval "$(hpcfsdp completion zsh)"    # in ~/.zshrc, after compinit',
     "hpcfsdp completion fish > ~/.config/fish/completions/hpcfsdp.fish",
 )
-_SHELLS = ("bash", "zsh", "fish")
-
-
-@dataclass
-class Words:
-    """What can follow a verb: options, choices of an option's value, and choices of the first argument."""
-
-    options: dict[str, str] = field(default_factory=dict)
-    """Help by option."""
-    choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    first: tuple[str, ...] = ()
-
-
-def parser() -> Parser:
-    """Return the parser of the command line."""
-    made = Parser(
-        "completion", "Print a script with which a shell completes hpcfsdp's verbs, options and files.", _EXAMPLES
-    )
-    made.add_argument("shell", metavar="SHELL", choices=_SHELLS, help=", ".join(_SHELLS))
-    return made
+parser.add_argument("shell", metavar="SHELL", choices=_SHELLS, help=", ".join(_SHELLS))
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the script, and return the exit code."""
-    options = parser().parse_args(arguments)
-    verbs = {verb: text for verb, (_, text) in VERBS.items()}
+    options = parser.parse_args(arguments)
     words = {verb: words_of(importlib.import_module(module)) for verb, (module, _) in VERBS.items()}
-    print(_fish(verbs, words) if options.shell == "fish" else _bash(words, for_zsh=options.shell == "zsh"), end="")
+    print(_fish(words) if options.shell == "fish" else _bash(words, for_zsh=options.shell == "zsh"), end="")
     return 0
 
 
 def words_of(module: object) -> Words:
-    """Return the words of a verb, from the parser that its module makes."""
-    found = Words()
-    for action in module.parser()._actions:
-        choices = tuple(map(str, action.choices)) if action.choices else ()
+    """Return the words of a verb, from the parser of its module; ``train`` makes it when it is asked."""
+    options, of_options, first = {}, {}, ()
+    for action in (module.parser() if callable(module.parser) else module.parser)._actions:
+        choices = tuple(map(str, action.choices or ()))
         for option in action.option_strings:
             if option.startswith("--") and not option.endswith("+"):
-                found.options[option] = (
-                    "" if action.help in (None, argparse.SUPPRESS) else " ".join(str(action.help).split())
-                )
-                found.choices |= {option: choices} if choices else {}
+                options[option] = "" if action.help in (None, argparse.SUPPRESS) else " ".join(str(action.help).split())
+                of_options |= {option: choices} if choices else {}
         if not action.option_strings and choices:
-            found.first = choices
-    return found
+            first = choices
+    return Words(options, of_options, first)
 
 
 def _bash(words: Mapping[str, Words], for_zsh: bool) -> str:
@@ -101,11 +92,9 @@ complete -o filenames -F _hpcfsdp hpcfsdp
 """
 
 
-def _fish(verbs: Mapping[str, str], words: Mapping[str, Words]) -> str:
-    lines = [
-        f"complete -c hpcfsdp -n __fish_use_subcommand -f -a {verb} -d {shlex.quote(text)}"
-        for verb, text in verbs.items()
-    ]
+def _fish(words: Mapping[str, Words]) -> str:
+    first = "complete -c hpcfsdp -n __fish_use_subcommand -f -a"
+    lines = [f"{first} {verb} -d {shlex.quote(text)}" for verb, (_, text) in VERBS.items()]
     for verb, of in words.items():
         after = f"complete -c hpcfsdp -n '__fish_seen_subcommand_from {verb}'"
         lines += [f"{after} -f -a {shlex.quote(' '.join(of.first))}"] if of.first else []

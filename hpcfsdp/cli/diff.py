@@ -26,39 +26,29 @@ from hpcfsdp.output.progress_bar import byte_progress
 EXIT_DIFFERENT = 1
 _LARGEST_SHOWN = 5
 _TOLERANCE = number_in(0, math.inf, "a number of at least 0")
-_EXAMPLES = (
+
+parser = Parser(
+    "diff",
+    "Compare B with A: tensors bit by bit, and all other values. The date, the number of ranks and the version of "
+    "the writer are not compared. Exit code 0: they are the same; 1: they differ; 2: wrong usage, or a file that "
+    "cannot be opened; 4: a file is damaged.",
     "hpcfsdp diff a.h5 b.h5 --summary            # the few lines that say most",
     "hpcfsdp diff a.h5 b.h5 'model/*'            # the model alone",
     "hpcfsdp diff a.h5 b.h5 --rtol 1e-5 --atol 1e-8",
 )
-
-
-def parser() -> Parser:
-    """Return the parser of the command line."""
-    made = Parser(
-        "diff",
-        "Compare B with A: tensors bit by bit, and all other values. The date, the number of ranks and the version of "
-        "the writer are not compared. Exit code 0: they are the same; 1: they differ; 2: wrong usage, or a file that "
-        "cannot be opened; 4: a file is damaged.",
-        _EXAMPLES,
-    )
-    made.add_argument("a", metavar="A", type=Path)
-    made.add_argument("b", metavar="B", type=Path)
-    made.add_patterns("compare these alone: ")
-    made.add_argument(
-        "--summary", action="store_true", help=f"counts, other values, and the {_LARGEST_SHOWN} largest differences"
-    )
-    made.add_argument(
-        "--rtol", type=_TOLERANCE, default=0.0, metavar="R", help="floats are equal if |A-B| <= ATOL + R * |A|"
-    )
-    made.add_argument(
-        "--atol",
-        type=_TOLERANCE,
-        default=0.0,
-        metavar="ATOL",
-        help="absolute tolerance, for the same values as --rtol; default: 0",
-    )
-    return made
+add = parser.add_argument
+add("a", metavar="A", type=Path)
+add("b", metavar="B", type=Path)
+parser.add_patterns("compare these alone: ")
+add("--summary", action="store_true", help=f"counts, other values, and the {_LARGEST_SHOWN} largest differences")
+add("--rtol", type=_TOLERANCE, default=0.0, metavar="R", help="floats are equal if |A-B| <= ATOL + R * |A|")
+add(
+    "--atol",
+    type=_TOLERANCE,
+    default=0.0,
+    metavar="ATOL",
+    help="absolute tolerance, for the same values as --rtol; default: 0",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: a file cannot be read. As for diff(1) the exit code is 2: 1 means that the files differ.
     """
-    options = parser().parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         a, b = open_index(options.a), open_index(options.b)
         with byte_progress("diff", to_compare(a, b, options.patterns)) as advance:
@@ -78,20 +68,15 @@ def main(arguments: Sequence[str]) -> int:
     except CheckpointError as error:
         raise UsageError(str(error)).of_kind(error.kind) from error
     if options.json:
-        print_json(_summary_as_json(found) if options.summary else _as_json(found))
+        value = _as_json(found)
+        if options.summary:
+            value |= {name: len(value[name]) for name in ("added", "removed", "reshaped", "retied", "changed")}
+            value["largest"] = [_changed_as_json(tensor) for tensor in _largest(found)]
+        print_json(value)
     elif not found.same:
-        rows = [*_summary(found), *_value_rows(found)]
-        largest = [("largest", tensor.path, _changed_text(tensor)) for tensor in _largest(found)]
-        rows += largest if options.summary else _tensor_rows(found)
-        print_table(("what", "name", "difference"), rows, names=("name",), text=("difference",))
+        columns = ("what", "name", "difference")
+        print_table(columns, _rows(found, options.summary), names=("name",), text=("difference",))
     return 0 if found.same else EXIT_DIFFERENT
-
-
-def _summary_as_json(found: Difference) -> dict[str, Any]:
-    whole = _as_json(found)
-    counts = {name: len(whole[name]) for name in ("added", "removed", "reshaped", "retied", "changed")}
-    largest = [_changed_as_json(tensor) for tensor in _largest(found)]
-    return {"same": found.same, "compared": found.compared, **counts, "largest": largest, "values": whole["values"]}
 
 
 def _as_json(found: Difference) -> dict[str, Any]:
@@ -125,15 +110,17 @@ def _value_as_json(name: str, a: Any, b: Any) -> dict[str, Any]:
     entry = {"name": name} | {side: plain_value(value) for side, value in (("a", a), ("b", b)) if value is not ABSENT}
     inside = array_difference(a, b)
     if inside is not None:
-        entry |= {
-            "elements": inside.numel,
-            "different": inside.different,
-            "largest": json_number(inside.largest),
-        }
+        largest = json_number(inside.largest)
+        entry |= {"elements": inside.numel, "different": inside.different, "largest": largest}
     return entry
 
 
-def _summary(found: Difference) -> Iterator[tuple[str, str, str]]:
+def _largest(found: Difference) -> list[ChangedTensor]:
+    sizes = {tensor.path: math.inf if tensor.largest is None else tensor.largest for tensor in found.changed}
+    return sorted(found.changed, key=lambda tensor: sizes[tensor.path], reverse=True)[:_LARGEST_SHOWN]
+
+
+def _rows(found: Difference, summary: bool) -> Iterator[tuple[str, str, str]]:
     changed = len(found.changed)
     yield "summary", "tensors", f"{changed} of {found.compared} have other elements" if changed else "none changed"
     for name, number in (("added", found.added), ("removed", found.removed), ("reshaped", found.reshaped)):
@@ -141,25 +128,15 @@ def _summary(found: Difference) -> Iterator[tuple[str, str, str]]:
             yield "summary", name, f"{len(number)} tensors"
     if found.values:
         yield "summary", "values", f"{len(found.values)} differ"
-
-
-def _value_rows(found: Difference) -> Iterator[tuple[str, str, str]]:
     for name, one, other in found.values:
         inside = array_difference(one, other)
         if inside is None:
             yield "value", name, f"{_shown(one)} -> {_shown(other)}"
         else:
             yield "value", name, _counted(inside.different, inside.numel, inside.largest)
-
-
-def _largest(found: Difference) -> list[ChangedTensor]:
-    def size(tensor: ChangedTensor) -> float:
-        return math.inf if tensor.largest is None else tensor.largest
-
-    return sorted(found.changed, key=size, reverse=True)[:_LARGEST_SHOWN]
-
-
-def _tensor_rows(found: Difference) -> Iterator[tuple[str, str, str]]:
+    if summary:
+        yield from (("largest", tensor.path, _changed_text(tensor)) for tensor in _largest(found))
+        return
     yield from (("added", path, "") for path in found.added)
     yield from (("removed", path, "") for path in found.removed)
     for path, a, b in found.reshaped:

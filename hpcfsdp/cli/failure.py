@@ -29,9 +29,7 @@ def print_object(error: Exception, arguments: Sequence[str]) -> None:
 
 
 def as_json(error: Exception, paths: Sequence[object] = ()) -> dict[str, Any]:
-    """Return an error for JSON: message, kind, exit_code, and the one of `paths` that the message begins with (or
-    None).
-    """
+    """Return an error for JSON: message, kind, exit_code, and the one of `paths` that the message begins with."""
     message = str(error)
     named = [str(path) for path in paths if message.startswith(f"{path}: ")]
     return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpcfsdp.checkpoint.format.access import is_checkpoint, is_hdf5, unreadable
@@ -16,52 +15,30 @@ from hpcfsdp.errors import CheckpointError
 _HDF5_SUFFIXES = (".h5", ".hdf5")
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The files of a folder.
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder and in its checkpoints/, at least one, whatever their names.
 
-    Attributes:
-        checkpoints: those named after steps, lowest step first, then others by name. Files called ``*.h5`` that are no
-            HDF5 at all are among them: they are damaged.
-        foreign: HDF5 files of other programs.
-    """
-
-    checkpoints: tuple[Path, ...]
-    foreign: tuple[Path, ...]
-
-
-def list_folder(folder: Path) -> Listing:
-    """Return the checkpoints in a folder and in its checkpoints/, whatever their names: their content decides.
+    Their content decides. Those named after steps come first, lowest step first, then others by name, also damaged
+    files called ``*.h5``. A note on stderr names HDF5 files of other programs.
 
     Raises:
-        CheckpointError: the folder cannot be read.
+        CheckpointError: there is none, or the folder cannot be read.
     """
     try:
         places = [place for place in (folder / "checkpoints", folder) if place == folder or place.is_dir()]
         listings = [_list_one(place) for place in places]
     except OSError as error:
         raise unreadable(error.filename or folder, error) from error
-    return Listing(
-        tuple(path for listing in listings for path in listing.checkpoints),
-        tuple(path for listing in listings for path in listing.foreign),
-    )
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """As ``list_folder``: the checkpoints, at least one. A note on stderr names HDF5 files of other programs.
-
-    Raises:
-        CheckpointError: there is none, or the folder cannot be read.
-    """
-    found = list_folder(folder)
-    for path in found.foreign:
+    for path in (path for _, foreign in listings for path in foreign):
         print_note(f"{path}: not a checkpoint of hpcfsdp, left out")
-    if not found.checkpoints:
+    found = [path for checkpoints, _ in listings for path in checkpoints]
+    if not found:
         raise CheckpointError(f"{folder}: no checkpoints in this folder or in its checkpoints/").of_kind("missing")
-    return list(found.checkpoints)
+    return found
 
 
-def _list_one(folder: Path) -> Listing:
+def _list_one(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the checkpoints in one folder, and HDF5 files of other programs."""
     named = checkpoint_files(folder)
     checkpoints, foreign = list(named), []
     for path in sorted(set(folder.iterdir()) - set(named)):
@@ -77,7 +54,7 @@ def _list_one(folder: Path) -> Listing:
         except OSError:  # not readable, or gone since; a checkpoint by its name is listed with the error
             if path.suffix in _HDF5_SUFFIXES and size_of(path) is not None:
                 checkpoints.append(path)
-    return Listing(tuple(checkpoints), tuple(foreign))
+    return checkpoints, foreign
 
 
 def size_of(path: Path) -> int | None:

@@ -17,32 +17,22 @@ _OTHERS_S = 15.0
 """How long to wait for further nodes, after the first one has answered."""
 _LOOK_S = 0.2
 
-
-_EXAMPLES = (
+parser = Parser(
+    "hang",
+    "Ask the ranks of a running job where they are: what each waits in, which ranks have not come, and Python "
+    "stacks. Works while the job hangs, from any node that sees the folder; the job goes on. Nodes answer within 5 "
+    "seconds, or 30 where ranks are stuck in C code, and later where the file system shows new files late.",
     "hpcfsdp hang runs/quickstart            # ask the job that trains there",
     "hpcfsdp hang runs/quickstart --wait 10  # give up after 10 seconds",
 )
-
-
-def parser() -> Parser:
-    """Return the parser of the command line."""
-    made = Parser(
-        "hang",
-        "Ask the ranks of a running job where they are: what each waits in, which ranks have not come, and Python "
-        "stacks. Works while the job hangs, from any node that sees the folder; the job goes on. Nodes answer within 5 "
-        "seconds, or 30 where ranks are stuck in C code, and later where the file system shows new files late.",
-        _EXAMPLES,
-    )
-    made.add_argument(
-        "run_dir", metavar="RUN_DIR", type=Path, help="the folder of the run, or the one that the job was started in"
-    )
-    made.add_argument("--wait", metavar="SECONDS", type=float, default=60.0, help="for the first answer (default 60)")
-    return made
+add = parser.add_argument
+add("run_dir", metavar="RUN_DIR", type=Path, help="the folder of the run, or the one that the job was started in")
+add("--wait", metavar="SECONDS", type=float, default=60.0, help="for the first answer (default 60)")
 
 
 def main(arguments: list[str]) -> int:
     """Ask, write a report for each job that answers, and print who waits for whom."""
-    options = parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     if not options.run_dir.is_dir():
         raise UsageError(f"{options.run_dir} is not a folder: give that of the run, or where the job was started")
     inquiry = Inquiry(options.run_dir)
@@ -77,8 +67,7 @@ def _answers(inquiry: Inquiry, request: HangRequest, wait_s: float) -> dict[str,
     until_s = time.monotonic() + wait_s
     while time.monotonic() < until_s:
         time.sleep(_LOOK_S)
-        before = found
-        found = {}
+        before, found = found, {}
         for answer in filter(report.is_answer, inquiry.answers(request)):
             found.setdefault(answer["job"], []).append(answer)
         if found and not before:

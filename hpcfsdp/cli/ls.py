@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcfsdp.checkpoint.format.catalog import step_of
-from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
+from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.inspect.names import matching
 from hpcfsdp.checkpoint.inspect.stats import json_number
 from hpcfsdp.cli.arguments import Parser, paths_and_patterns
@@ -19,30 +20,22 @@ from hpcfsdp.cli.printing import DATE, Brief, print_result, readable_date, reada
 from hpcfsdp.errors import CheckpointError, UsageError
 from hpcfsdp.text.terminal import readable_bytes
 
-_EXAMPLES = (
+parser = Parser(
+    "ls",
+    "List the checkpoints in folders (also that of a run), whatever their names, or the tensors in a checkpoint. "
+    "Several files are listed as checkpoints; with patterns, as tensors.",
     "hpcfsdp ls runs/quickstart                    # the checkpoints of a run",
     "hpcfsdp ls my_model.h5                        # the tensors in a file of any name",
     "hpcfsdp ls my_model.h5 'layers.0.*' '*.bias'  # those whose names match",
     "hpcfsdp ls best.h5 runs/quickstart --json     # several files and folders, for programs",
 )
-
-
-def parser() -> Parser:
-    """Return the parser of the command line."""
-    made = Parser(
-        "ls",
-        "List the checkpoints in folders (also that of a run), whatever their names, or the tensors in a checkpoint. "
-        "Several files are listed as checkpoints; with patterns, as tensors.",
-        _EXAMPLES,
-    )
-    made.add_argument("path", metavar="PATH", type=Path, help="a checkpoint or a folder; may be repeated")
-    made.add_patterns("in checkpoints: ")
-    return made
+parser.add_argument("path", metavar="PATH", type=Path, help="a checkpoint or a folder; may be repeated")
+parser.add_patterns("in checkpoints: ")
 
 
 def main(arguments: Sequence[str]) -> int:
     """List, and return the exit code: that of the first damaged file if there is one."""
-    options = parser().parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     paths, patterns = paths_and_patterns(options.path, options.patterns)
     # Not Path.is_dir, which raises where a parent folder may not be searched: opening the file gives a better error.
     folders = [path for path in paths if os.path.isdir(path)]
@@ -55,18 +48,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def _list_checkpoints(paths: Sequence[Path], json: bool) -> int:
     entries: list[dict[str, Any]] = []
-    exit_code = 0
     for path in paths:
         is_folder = os.path.isdir(path)
         found = [entry for file in (checkpoints_in(path) if is_folder else [path]) for entry in _entry(file, is_folder)]
         entries += sorted(found, key=_step_and_name)
-    for entry in entries:
-        exit_code = exit_code or entry.get("error", {}).get("exit_code", 0)
     columns = ("step", "file", "size", "tensors", "ranks", "loss", DATE, "note")
-    rows = [_row(entry) for entry in entries]
     right = ("step", "size", "tensors", "ranks", "loss")
-    print_result(json, entries, columns, rows, right=right, names=("file",), text=("note",))
-    return exit_code
+    print_result(json, entries, columns, map(_row, entries), right=right, names=("file",), text=("note",))
+    return next((entry["error"]["exit_code"] for entry in entries if "error" in entry), 0)
 
 
 def _entry(path: Path, is_listed: bool) -> Iterator[dict[str, Any]]:
@@ -82,27 +71,22 @@ def _entry(path: Path, is_listed: bool) -> Iterator[dict[str, Any]]:
     else:
         info = index.info
         entry |= {"step": info.step, "ranks": info.world_size, "date": info.date, "tensors": len(index.tensors)}
-        entry |= _last_loss(index)
+        # The last value of the metric "loss", or of the first with "loss" in its name.
+        for name in sorted((name for name in index.metrics if "loss" in name), key=lambda name: name != "loss"):
+            steps, values = index.metrics[name]
+            if len(steps):
+                entry |= {"loss": json_number(values[-1]), "loss_name": name, "loss_step": int(steps[-1])}
+                break
     yield entry
-
-
-def _last_loss(index: CheckpointIndex) -> dict[str, Any]:
-    """Return the last value of the metric "loss", or of the first with "loss" in its name, and its name and step."""
-    for name in sorted((name for name in index.metrics if "loss" in name), key=lambda name: name != "loss"):
-        steps, values = index.metrics[name]
-        if len(steps):
-            return {"loss": json_number(values[-1]), "loss_name": name, "loss_step": int(steps[-1])}
-    return {}
 
 
 def _step_and_name(entry: dict[str, Any]) -> tuple[float, str]:
     """Orders checkpoints by their step, or by that in the name of a damaged one."""
-    if "step" in entry:
-        return entry["step"], entry["file"]
-    try:
-        return step_of(Path(entry["file"])), entry["file"]
-    except ValueError:
-        return math.inf, entry["file"]
+    step = entry.get("step", math.inf)
+    if "step" not in entry:
+        with contextlib.suppress(ValueError):
+            step = step_of(Path(entry["file"]))
+    return step, entry["file"]
 
 
 def _row(entry: dict[str, Any]) -> tuple[Any, ...]:
@@ -111,16 +95,9 @@ def _row(entry: dict[str, Any]) -> tuple[Any, ...]:
         return "?", entry["file"], size, "", "", "", "", entry["error"]["message"]
     loss, step = entry.get("loss"), entry.get("loss_step")
     note = "" if step in (None, entry["step"]) else f"{entry['loss_name']} of step {step}"
-    return (
-        entry["step"],
-        entry["file"],
-        size,
-        entry["tensors"],
-        entry["ranks"],
-        loss if isinstance(loss, str) else readable_number(loss),
-        readable_date(entry["date"]),
-        note,
-    )
+    loss = loss if isinstance(loss, str) else readable_number(loss)
+    date = readable_date(entry["date"])
+    return entry["step"], entry["file"], size, entry["tensors"], entry["ranks"], loss, date, note
 
 
 def _list_tensors(paths: Sequence[Path], patterns: Sequence[str], json: bool) -> int:
@@ -132,9 +109,8 @@ def _list_tensors(paths: Sequence[Path], patterns: Sequence[str], json: bool) ->
             spec = index.resolve(name)
             entry = {"name": name, "shape": list(spec.shape), "dtype": spec.dtype, "bytes": spec.nbytes}
             is_alias = name != spec.path
-            value.append(
-                ({"file": str(path)} if several else {}) | entry | ({"same_as": spec.path} if is_alias else {})
-            )
+            entry = ({"file": str(path)} if several else {}) | entry
+            value.append(entry | ({"same_as": spec.path} if is_alias else {}))
             size = Brief(f"= {spec.path}", "tied") if is_alias else readable_bytes(spec.nbytes)
             shown = Brief(name, f"{name} = {spec.path}") if is_alias else name
             row = (shown, readable_shape(spec.shape), spec.dtype, size)

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpcfsdp.cli.arguments import Parser, positive, size_in_bytes
 from hpcfsdp.cli.printing import Brief, plain_value, print_json, print_line, print_table
@@ -17,21 +17,9 @@ from hpcfsdp.errors import UsageError
 from hpcfsdp.text.terminal import readable_bytes
 
 if TYPE_CHECKING:
-    import torch
-
     from hpcfsdp.plan.choice import Candidate, Request
-    from hpcfsdp.plan.links import Traffic
     from hpcfsdp.plan.models import ModelSource
     from hpcfsdp.plan.proposal import Proposal
-
-_EXAMPLES = (
-    "hpcfsdp plan --params 7e9 --layers 32 --ranks 64 --ranks-per-node 8 --device-memory 80GiB",
-    "hpcfsdp plan --params 70e9 --layers 80 --ranks 16384 --device h100 --json > plan.json",
-    "hpcfsdp plan run.yaml --ranks 16 --ranks-per-node 4 --device a100",
-    "hpcfsdp plan --factory my_project.models:make --wrap Block --ranks 32 --device mi250x",
-    "hpcfsdp plan --config Llama-3.1-8B/config.json --ranks 64 --sequence 8192 --plot plan.svg",
-    "hpcfsdp plan --params 7B --layers 32 --ranks 64 --links links.json    # of hpcfsdp doctor --json",
-)
 _SHOWN = 8
 _LEAST_MEMORY = 1 << 20
 _NOT_OF_RUNS = ("fully_shard", "yes", True)
@@ -39,65 +27,74 @@ _NOT_OF_RUNS = ("fully_shard", "yes", True)
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def parser() -> Parser:
-    """Return the parser of the command line."""
-    made = Parser(
-        "plan",
-        "Predict the memory of the worst rank, the traffic and the time of a step, and the size of checkpoints, for "
-        "all strategies and meshes, and recommend one. Needs neither MPI nor an accelerator. The model is given in one "
-        "of four ways: a run.yaml of hpcfsdp train, --params and --layers, --factory, or --config.",
-        _EXAMPLES,
-    )
-    add = made.add_argument
-    add("path", metavar="RUN_YAML", nargs="?", help="configuration of hpcfsdp train")
-    add("--params", type=_count, metavar="N", help="parameters of a decoder-only transformer, as 7e9 or 7B")
-    add("--layers", type=positive, metavar="N", help="its blocks")
-    add("--width", type=positive, metavar="N", help="its embedding; default: what fits the parameters")
-    add("--heads", type=positive, metavar="N", help="its attention heads; default: of 128 elements")
-    add("--vocabulary", type=positive, metavar="N", help="its tokens; default: 32000")
-    add("--factory", metavar="MODULE:FUNCTION", help="a function that returns a module, or a module and its inputs")
-    add("--config", metavar="JSON", help="config.json of a transformers model, or its folder")
-    add("--wrap", metavar="CLASS,...", help="classes that become units; default: the largest list of equal modules")
-    add("--batch", type=positive, metavar="N", help="sequences of a backward on each rank; default: 1")
-    add("--sequence", type=positive, metavar="N", help="tokens of a sequence; default: 4096")
-    add("--accumulation", type=positive, metavar="N", help="backwards in a step; default: 1, or that of RUN_YAML")
-    add("--ranks", type=positive, metavar="N", required=True, help="of the job")
-    add("--ranks-per-node", type=positive, metavar="N", help="default: 8, or all ranks if there are fewer")
-    add("--device", metavar="NAME", default="h100", help="a100, h100, h200, b200, mi250x, mi300x, pvc; default: h100")
-    add("--device-memory", type=size_in_bytes, metavar="SIZE", help="of one rank's device; default: that of --device")
-    add("--headroom", type=float, metavar="SHARE", default=0.1, help="of it to leave free; default: 0.1")
-    add("--peak-tflops", type=float, metavar="N", help="of one rank; default: those of --device")
-    add("--efficiency", type=float, metavar="SHARE", default=0.5, help="of the peak while computing; default: 0.5")
-    add("--dtype", choices=tuple(_DTYPES), help="to compute in; default: bf16, for RUN_YAML fp32")
-    add("--param-dtype", choices=tuple(_DTYPES), default="fp32", help="of parameters and optimizer; default: fp32")
-    add("--reduce-dtype", choices=tuple(_DTYPES), help="of gradients between ranks; default: that of --dtype")
-    add("--optimizer", metavar="NAME", default="adamw", help="adamw, adamw-fused, sgd-momentum, sgd, none")
-    add("--front", choices=("class", "fully_shard"), default="class", help="FullyShardedDataParallel, or fully_shard")
-    add("--granularity", type=_granularity, metavar="BLOCK", help="row, whole, or elements that stay on one rank")
-    add("--strategy", metavar="NAME", help="plan this one alone, such as HYBRID_SHARD")
-    add("--shard", type=positive, metavar="N", help="plan so many ranks for each copy of the model alone")
-    add("--recompute", choices=("yes", "no"), help="plan with or without checkpointed activations alone")
-    add("--offload", action="store_true", help="keep shards and optimizer in host memory")
-    add("--link-within", metavar="LINK", help="within nodes: GB/s,microseconds of a rank, or a name as nvlink4, xgmi")
-    add("--link-between", metavar="LINK", help="between nodes: the same, as 22,8, or a name as ndr, hdr, slingshot")
-    add("--links", metavar="JSON", type=Path, help="links as hpcfsdp doctor --json has measured them")
-    add(
-        "--node-disk",
-        type=size_in_bytes,
-        metavar="SIZE",
-        default=2 * 10**9,
-        help="written by a node in a second; default: 2GB",
-    )
-    add("--disk", type=size_in_bytes, metavar="SIZE", default=100 * 10**9, help="the same by all nodes; default: 100GB")
-    add("--save-every", type=float, metavar="MINUTES", default=60.0, help="between checkpoints; default: 60")
-    add("--no-activations", action="store_true", help="plan parameters alone: do not run the model on the meta device")
-    add("--plot", metavar="SVG", type=Path, help="draw memory and times (also .png or .pdf)")
-    return made
+def _granularity(text: str) -> int | str:
+    return text if text in ("row", "whole") else positive(text)
+
+
+def _count(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)([KMBT]?)", text)
+    value = float(found[1]) * 1000.0 ** " KMBT".index(found[2] or " ") if found else 0.0
+    if not 1 <= value < 1e16:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of parameters, such as 7e9 or 7B")
+    return value
+
+
+parser = Parser(
+    "plan",
+    "Predict the memory of the worst rank, the traffic and the time of a step, and the size of checkpoints, for "
+    "all strategies and meshes, and recommend one. Needs neither MPI nor an accelerator. The model is given in one "
+    "of four ways: a run.yaml of hpcfsdp train, --params and --layers, --factory, or --config.",
+    "hpcfsdp plan --params 7e9 --layers 32 --ranks 64 --ranks-per-node 8 --device-memory 80GiB",
+    "hpcfsdp plan --params 70e9 --layers 80 --ranks 16384 --device h100 --json > plan.json",
+    "hpcfsdp plan run.yaml --ranks 16 --ranks-per-node 4 --device a100",
+    "hpcfsdp plan --factory my_project.models:make --wrap Block --ranks 32 --device mi250x",
+    "hpcfsdp plan --config Llama-3.1-8B/config.json --ranks 64 --sequence 8192 --plot plan.svg",
+    "hpcfsdp plan --params 7B --layers 32 --ranks 64 --links links.json    # of hpcfsdp doctor --json",
+)
+add = parser.add_argument
+add("path", metavar="RUN_YAML", nargs="?", help="configuration of hpcfsdp train")
+add("--params", type=_count, metavar="N", help="parameters of a decoder-only transformer, as 7e9 or 7B")
+add("--layers", type=positive, metavar="N", help="its blocks")
+add("--width", type=positive, metavar="N", help="its embedding; default: what fits the parameters")
+add("--heads", type=positive, metavar="N", help="its attention heads; default: of 128 elements")
+add("--vocabulary", type=positive, metavar="N", help="its tokens; default: 32000")
+add("--factory", metavar="MODULE:FUNCTION", help="a function that returns a module, or a module and its inputs")
+add("--config", metavar="JSON", help="config.json of a transformers model, or its folder")
+add("--wrap", metavar="CLASS,...", help="classes that become units; default: the largest list of equal modules")
+add("--batch", type=positive, metavar="N", help="sequences of a backward on each rank; default: 1")
+add("--sequence", type=positive, metavar="N", help="tokens of a sequence; default: 4096")
+add("--accumulation", type=positive, metavar="N", help="backwards in a step; default: 1, or that of RUN_YAML")
+add("--ranks", type=positive, metavar="N", required=True, help="of the job")
+add("--ranks-per-node", type=positive, metavar="N", help="default: 8, or all ranks if there are fewer")
+add("--device", metavar="NAME", default="h100", help="a100, h100, h200, b200, mi250x, mi300x, pvc; default: h100")
+add("--device-memory", type=size_in_bytes, metavar="SIZE", help="of one rank's device; default: that of --device")
+add("--headroom", type=float, metavar="SHARE", default=0.1, help="of it to leave free; default: 0.1")
+add("--peak-tflops", type=float, metavar="N", help="of one rank; default: those of --device")
+add("--efficiency", type=float, metavar="SHARE", default=0.5, help="of the peak while computing; default: 0.5")
+add("--dtype", choices=tuple(_DTYPES), help="to compute in; default: bf16, for RUN_YAML fp32")
+add("--param-dtype", choices=tuple(_DTYPES), default="fp32", help="of parameters and optimizer; default: fp32")
+add("--reduce-dtype", choices=tuple(_DTYPES), help="of gradients between ranks; default: that of --dtype")
+add("--optimizer", metavar="NAME", default="adamw", help="adamw, adamw-fused, sgd-momentum, sgd, none")
+add("--front", choices=("class", "fully_shard"), default="class", help="FullyShardedDataParallel, or fully_shard")
+add("--granularity", type=_granularity, metavar="BLOCK", help="row, whole, or elements that stay on one rank")
+add("--strategy", metavar="NAME", help="plan this one alone, such as HYBRID_SHARD")
+add("--shard", type=positive, metavar="N", help="plan so many ranks for each copy of the model alone")
+add("--recompute", choices=("yes", "no"), help="plan with or without checkpointed activations alone")
+add("--offload", action="store_true", help="keep shards and optimizer in host memory")
+add("--link-within", metavar="LINK", help="within nodes: GB/s,microseconds of a rank, or a name as nvlink4, xgmi")
+add("--link-between", metavar="LINK", help="between nodes: the same, as 22,8, or a name as ndr, hdr, slingshot")
+add("--links", metavar="JSON", type=Path, help="links as hpcfsdp doctor --json has measured them")
+_WRITTEN = "written by a node in a second; default: 2GB"
+add("--node-disk", type=size_in_bytes, metavar="SIZE", default=2 * 10**9, help=_WRITTEN)
+add("--disk", type=size_in_bytes, metavar="SIZE", default=100 * 10**9, help="the same by all nodes; default: 100GB")
+add("--save-every", type=float, metavar="MINUTES", default=60.0, help="between checkpoints; default: 60")
+add("--no-activations", action="store_true", help="plan parameters alone: do not run the model on the meta device")
+add("--plot", metavar="SVG", type=Path, help="draw memory and times (also .png or .pdf)")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Plan, print, and return the exit code."""
-    options = parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     request = _request(options)  # after the options are known to be right: torch takes a second
 
     from hpcfsdp.plan.proposal import as_json, propose  # with torch, as above
@@ -136,6 +133,8 @@ def _request(options: argparse.Namespace) -> Request:
         raise UsageError(f"plan: --efficiency is a share of the peak, at most 1, not {options.efficiency:g}")
     per_node = options.ranks_per_node or min(8, options.ranks)
 
+    import torch  # takes a second
+
     from hpcfsdp.plan.choice import Disk, Request  # with torch
     from hpcfsdp.plan.layouts import Precision, Setup  # the same
     from hpcfsdp.plan.links import Links, device_named, link_of, measured_links  # the same
@@ -151,11 +150,10 @@ def _request(options: argparse.Namespace) -> Request:
             links.between if options.link_between else measured.between,
         )
     source, accumulation = _source(options, per_node)
-    compute = _dtype(options.dtype or ("fp32" if options.path else "bf16"))
-    param = _dtype(options.param_dtype)
-    reduce = _dtype(options.reduce_dtype) if options.reduce_dtype else None
-    bits = 8 * compute.itemsize
-    peak = options.peak_tflops * 1e12 if options.peak_tflops else device.flops[bits]
+    compute = getattr(torch, _DTYPES[options.dtype or ("fp32" if options.path else "bf16")])
+    param = getattr(torch, _DTYPES[options.param_dtype])
+    reduce = getattr(torch, _DTYPES[options.reduce_dtype]) if options.reduce_dtype else None
+    peak = options.peak_tflops * 1e12 if options.peak_tflops else device.flops[8 * compute.itemsize]
     common = Setup(
         front=options.front,
         precision=Precision(None if compute == param else compute, reduce),
@@ -215,10 +213,8 @@ def _source(options: argparse.Namespace, per_node: int) -> tuple[ModelSource, in
         source, run = models.from_run(options.path, options.ranks, per_node)
         accumulation = run.train.accumulation
     elif options.params is not None:
-        vocabulary = options.vocabulary or 32000
-        shape = models.shape_of(
-            options.params, options.layers, width=options.width, heads=options.heads, vocabulary=vocabulary
-        )
+        sizes = {"width": options.width, "heads": options.heads, "vocabulary": options.vocabulary or 32000}
+        shape = models.shape_of(options.params, options.layers, **sizes)
         source = models.from_numbers(shape, batch=batch, sequence=sequence)
     elif options.factory is not None:
         source = models.from_factory(options.factory, batch=options.batch, sequence=options.sequence, wrap=wrap)
@@ -227,17 +223,6 @@ def _source(options: argparse.Namespace, per_node: int) -> tuple[ModelSource, in
     if options.no_activations:
         source = replace(source, loss_of=None, tokens=0, note="activations and computation are not counted")
     return source, accumulation
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch  # takes a second
-
-    found = getattr(torch, _DTYPES[name])
-    assert isinstance(found, torch.dtype)
-    return found
-
-
-# The report
 
 
 def _print(proposal: Proposal) -> None:
@@ -262,11 +247,16 @@ def _print(proposal: Proposal) -> None:
     _print_step(proposal)
     print_line()
     usable = request.memory_bytes * (1 - request.headroom)
-    print_line(f"{'recommended' if best.fits else 'does not fit'}: {_described(best)}")
+    setup = best.setup
+    print_line(
+        f"{'recommended' if best.fits else 'does not fit'}: {setup.strategy}, {setup.replicas} replica(s) x "
+        f"{setup.shards} shard(s), {'with' if best.checkpointed else 'without'} checkpointed activations"
+        f"{', offloaded' if setup.offload else ''}"
+    )
     for part in proposal.reason.split("; "):
         print_line(f"  {part}")
-    if best.setup.granularity != 1:
-        print_line(f"  granularity {best.setup.granularity}: padding of {proposal.padding:.1%} of the parameters")
+    if setup.granularity != 1:
+        print_line(f"  granularity {setup.granularity}: padding of {proposal.padding:.1%} of the parameters")
     peak = readable_bytes(best.footprint.peak.nbytes)
     if best.fits:
         print_line(f"  takes {peak} of {readable_bytes(int(usable))} ({request.headroom:.0%} are left free)")
@@ -283,15 +273,11 @@ def _print(proposal: Proposal) -> None:
 
 
 def _print_memory(best: Candidate) -> None:
-    rest, peak = best.footprint.at_rest, best.footprint.peak
-    host = best.footprint.host
-    rows = []
-    for kind, nbytes in peak.bytes_by_kind.items():
-        row = [kind, readable_bytes(rest.bytes_by_kind[kind]), readable_bytes(nbytes)]
-        rows.append([*row, readable_bytes(host.get(kind, 0))] if host else row)
-    total = ["total", readable_bytes(rest.nbytes), readable_bytes(peak.nbytes)]
-    rows.append([*total, readable_bytes(sum(host.values()))] if host else total)
-    columns = ["memory of the worst rank", "between steps", "peak"] + (["host"] if host else [])
+    rest, peak, host = best.footprint.at_rest, best.footprint.peak, best.footprint.host
+    kinds = {kind: (rest.bytes_by_kind[kind], size, host.get(kind, 0)) for kind, size in peak.bytes_by_kind.items()}
+    kinds["total"] = rest.nbytes, peak.nbytes, sum(host.values())
+    columns = ["memory of the worst rank", "between steps", "peak", *(["host"] if host else [])]
+    rows = [[kind, *map(readable_bytes, sizes)][: len(columns)] for kind, sizes in kinds.items()]
     print_table(columns, rows, right=columns[1:])
     print_line(f"the peak is at: {peak.what}")
 
@@ -305,17 +291,11 @@ def _print_traffic(best: Candidate) -> None:
         ("total", time.traffic),
     )
     columns = ["traffic of a rank, a step", "calls", "within nodes", "between", "seconds"]
-    print_table(columns, [_cost_row(name, cost) for name, cost in kinds if cost.calls], right=columns[1:])
-
-
-def _cost_row(name: str, cost: Traffic) -> list[Any]:
-    return [
-        name,
-        str(cost.calls),
-        readable_bytes(round(cost.within_bytes)),
-        readable_bytes(round(cost.between_bytes)),
-        _seconds(cost.seconds),
-    ]
+    rows = []
+    for name, cost in kinds:
+        sizes = readable_bytes(round(cost.within_bytes)), readable_bytes(round(cost.between_bytes))
+        rows += [[name, str(cost.calls), *sizes, _seconds(cost.seconds)]] if cost.calls else []
+    print_table(columns, rows, right=columns[1:])
 
 
 def _print_step(proposal: Proposal) -> None:
@@ -352,26 +332,5 @@ def _print_candidates(proposal: Proposal) -> None:
     print_table(columns, rows, right=columns[1:6])
 
 
-def _described(best: Candidate) -> str:
-    setup = best.setup
-    return (
-        f"{setup.strategy}, {setup.replicas} replica(s) x {setup.shards} shard(s), "
-        f"{'with' if best.checkpointed else 'without'} checkpointed activations"
-        + (", offloaded" if setup.offload else "")
-    )
-
-
 def _seconds(value: float) -> str:
     return Brief(f"{value:.4g}", f"{value:.3g}")
-
-
-def _granularity(text: str) -> int | str:
-    return text if text in ("row", "whole") else positive(text)
-
-
-def _count(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)([KMBT]?)", text)
-    value = float(found[1]) * 1000.0 ** " KMBT".index(found[2] or " ") if found else 0.0
-    if not 1 <= value < 1e16:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of parameters, such as 7e9 or 7B")
-    return value

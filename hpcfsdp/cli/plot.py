@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,45 +27,34 @@ _KIND_HELP = (
     "of the model, or of tensors that patterns match; loss: curves of metrics with loss in their names, or of those "
     "that patterns match"
 )
-_EXAMPLES = (
+
+parser = Parser(
+    "plot",
+    "Draw the tensors or curves of checkpoints, several on top of each other. Tensors are checked against their "
+    "checksums. A folder stands for the newest checkpoint in it.",
     "hpcfsdp plot my_model.h5 --kind loss --smooth 0.9    # the curve, and its moving average",
     "hpcfsdp plot runs/one runs/two --kind loss           # two runs in one picture",
     "hpcfsdp plot my_model.h5 --kind norms --out norms.pdf",
     "hpcfsdp plot my_model.h5 --kind histogram '*.weight'",
 )
-
-
-def parser() -> Parser:
-    """Return the parser of the command line."""
-    made = Parser(
-        "plot",
-        "Draw the tensors or curves of checkpoints, several on top of each other. Tensors are checked against their "
-        "checksums. A folder stands for the newest checkpoint in it.",
-        _EXAMPLES,
-    )
-    made.add_argument("path", metavar="PATH", type=Path, help="a checkpoint or a folder; may be repeated")
-    made.add_patterns()
-    made.add_argument("--kind", choices=tuple(_KINDS), required=True, help=_KIND_HELP)
-    made.add_argument(
-        "--smooth",
-        type=number_in(0, 1, "a weight of 0 to below 1"),
-        default=0.0,
-        metavar="W",
-        help="loss: draw an exponential moving average with this weight, 0 to below 1; default: 0",
-    )
-    made.add_argument(
-        "--out",
-        metavar="PNG",
-        type=Path,
-        help="the picture (also .pdf or .svg); an existing file is replaced; default: <name of the file>-<kind>.png in "
-        "the working directory, but none with --json, which prints the numbers",
-    )
-    return made
+add = parser.add_argument
+add("path", metavar="PATH", type=Path, help="a checkpoint or a folder; may be repeated")
+parser.add_patterns()
+add("--kind", choices=("histogram", "norms", "loss"), required=True, help=_KIND_HELP)
+_SMOOTH = "loss: draw an exponential moving average with this weight, 0 to below 1; default: 0"
+add("--smooth", type=number_in(0, 1, "a weight of 0 to below 1"), default=0.0, metavar="W", help=_SMOOTH)
+add(
+    "--out",
+    metavar="PNG",
+    type=Path,
+    help="the picture (also .pdf or .svg); an existing file is replaced; default: <name of the file>-<kind>.png in "
+    "the working directory, but none with --json, which prints the numbers",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Draw, print the path of the picture or its numbers, and return the exit code."""
-    options = parser().parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     paths, options.patterns = paths_and_patterns(options.path, options.patterns)
     if options.smooth and options.kind != "loss":
         raise UsageError(f"plot: --smooth is for --kind loss, not for {options.kind}")
@@ -76,7 +66,13 @@ def main(arguments: Sequence[str]) -> int:
         more = {"smoothing": options.smooth} if options.smooth else {}
         write_figure(draw(found, **more), picture)
     if options.json:
-        print_json([*_entries(found, options.smooth)])
+        print_json(
+            [
+                ({"file": file} if len(found) > 1 else {}) | entry
+                for file, numbers in found.items()
+                for entry in plots.as_numbers(numbers, options.smooth)
+            ]
+        )
     else:
         print_line(picture)
     return 0
@@ -88,10 +84,8 @@ def _file_of(path: Path) -> Path:
         return path
     steps = {}
     for file in checkpoints_in(path):
-        try:
+        with contextlib.suppress(CheckpointError):
             steps[file] = open_index(file).info.step
-        except CheckpointError:
-            continue
     if not steps:
         raise CheckpointError(f"{path}: no checkpoint in it can be read: hpcfsdp verify {path} shows why")
     return max(steps, key=lambda file: steps[file])
@@ -102,14 +96,6 @@ def _labels(files: Sequence[Path]) -> list[str]:
     names = [file.name for file in files]
     labels = names if len(set(names)) == len(names) else [str(file) for file in files]
     return [label if labels.count(label) == 1 else f"{label} ({place + 1})" for place, label in enumerate(labels)]
-
-
-def _entries(found: dict[str, Any], smooth: float) -> list[dict[str, Any]]:
-    entries = []
-    for file, numbers in found.items():
-        for entry in plots.as_numbers(numbers, smooth):
-            entries.append(({"file": file} if len(found) > 1 else {}) | entry)
-    return entries
 
 
 def _histograms(index: CheckpointIndex, options: argparse.Namespace) -> list[plots.Histogram]:

@@ -35,11 +35,7 @@ class Brief(str):
 
 
 def console(*, moving: bool = False) -> Console:
-    """Return a console on stdout, a terminal. Give it printable text only: ``shown``.
-
-    Args:
-        moving: for a display that moves the cursor.
-    """
+    """Return a console on stdout, a terminal; `moving` the cursor if so. Give it printable text only: ``shown``."""
     from rich.console import Console  # takes 50 ms, and few calls print on a terminal
 
     stream = getattr(sys.stdout, "moving" if moving else "styled", sys.stdout)
@@ -69,16 +65,9 @@ def print_table(
     cells = [[shown(getattr(row[place], "brief", row[place])) for place in filled] for row in (columns, *rows)]
     kind_of = {column: kind for kind, of in (("right", right), ("text", text), ("name", names)) for column in of}
     kinds = [kind_of.get(columns[place], "left") for place in filled]
-    for number, line in enumerate(_lines(cells, kinds, output.width, _ellipsis())):
+    ellipsis = "…" if "…".encode(getattr(sys.stdout, "encoding", None) or "ascii", "ignore") else "..."
+    for number, line in enumerate(_lines(cells, kinds, output.width, ellipsis)):
         output.print(line, markup=False, soft_wrap=True, style="bold" if number == 0 else "")
-
-
-def _ellipsis() -> str:
-    try:
-        "…".encode(getattr(sys.stdout, "encoding", None) or "ascii")
-    except UnicodeEncodeError:
-        return "..."
-    return "…"
 
 
 def _lines(
@@ -123,17 +112,14 @@ def _row(row: list[str], kinds: list[str], widths: list[int], ellipsis: str) -> 
 def _under_name(
     row: list[str], header: list[str] | None, kinds: list[str], widths: list[int], width: int, ellipsis: str
 ) -> Iterator[str]:
-    """For narrow terminals: a name on a line of its own, and the other cells below it, in columns if these fit.
-
-    `header` is None for the header itself.
-    """
+    """For narrow terminals: a name on a line of its own, and the other cells below it, in columns if these fit."""
     first = kinds.index("name") if "name" in kinds else 0
     others = [place for place in range(len(kinds)) if place != first]
     yield _shortened(row[first], width, ellipsis)
     if sum(widths[place] + len(_GAP) for place in others) <= width:
         cut = [[line[place] for place in others] for line in (row, kinds, widths)]
         yield from (_GAP + line for line in _row(*cut, ellipsis))
-    elif header is not None:
+    elif header is not None:  # the row is not the header itself
         yield from _flowing([f"{header[place]} {row[place]}" for place in others if row[place]], width)
 
 
@@ -150,9 +136,7 @@ def _flowing(parts: list[str], width: int) -> Iterator[str]:
 
 
 def _shortened(name: str, size: int, ellipsis: str) -> str:
-    """Return a name without its middle, so that it is at most `size` columns wide; its end matters more than its
-    beginning.
-    """
+    """Return a name of at most `size` columns, without its middle; its end matters more than its beginning."""
     if _width(name) <= size:
         return name
     room = size - len(ellipsis)
@@ -223,11 +207,7 @@ _LONGEST_LIST = 8
 
 
 def shortened(value: Any) -> Any:
-    """Return a nested value for people: a list of more than 8 single values as text with its length, its first and its
-    last.
-
-    Lists of dicts or of lists keep their length.
-    """
+    """Return a nested value for people: a list of more than 8 single values as text with its length and its ends."""
     if isinstance(value, dict):
         return {key: shortened(entry) for key, entry in value.items()}
     if not isinstance(value, (list, tuple)):
@@ -238,11 +218,7 @@ def shortened(value: Any) -> Any:
 
 
 def print_json(value: Any) -> None:
-    """Write one JSON document to stdout, or nothing of it if it raises.
-
-    Raises:
-        ValueError: it contains a NaN or an infinity, which JSON cannot hold: see ``plain_value``.
-    """
+    """Write one JSON document to stdout; nothing, but a ValueError, where it has a NaN: see ``plain_value``."""
     print(json.dumps(value, indent=2, allow_nan=False))
 
 

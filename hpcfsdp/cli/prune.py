@@ -17,36 +17,31 @@ from hpcfsdp.cli.printing import print_result
 from hpcfsdp.errors import UsageError
 from hpcfsdp.text.terminal import readable_bytes
 
-_EXAMPLES = (
+parser = Parser(
+    "prune",
+    "Remove old checkpoints of a folder (also that of a run), and files of killed saves (.*.partial), those of "
+    "other machines after an hour. Only files called step-<number>.h5 are removed: others stay, whatever they "
+    "hold. The newest checkpoint that is not damaged always stays.",
     "hpcfsdp prune runs/quickstart --keep-last 3 --dry-run          # what would go",
     "hpcfsdp prune runs/quickstart --keep-last 3                    # keep the newest 3",
     "hpcfsdp prune runs/quickstart --keep-last 1 --keep-every 1000  # and every 1000th step",
 )
-
-
-def parser() -> Parser:
-    """Return the parser of the command line."""
-    made = Parser(
-        "prune",
-        "Remove old checkpoints of a folder (also that of a run), and files of killed saves (.*.partial), those of "
-        "other machines after an hour. Only files called step-<number>.h5 are removed: others stay, whatever they "
-        "hold. The newest checkpoint that is not damaged always stays.",
-        _EXAMPLES,
-    )
-    made.add_argument("folder", metavar="DIR", type=Path)
-    made.add_argument("--keep-last", metavar="N", type=int, help="the newest N stay (default with --keep-every: 1)")
-    made.add_argument("--keep-every", metavar="K", type=int, help="steps that are a multiple of K stay, too")
-    made.add_argument("--dry-run", action="store_true", help="list files, and remove none")
-    return made
+add = parser.add_argument
+add("folder", metavar="DIR", type=Path)
+add("--keep-last", metavar="N", type=int, help="the newest N stay (default with --keep-every: 1)")
+add("--keep-every", metavar="K", type=int, help="steps that are a multiple of K stay, too")
+add("--dry-run", action="store_true", help="list files, and remove none")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Remove and list files, and return the exit code."""
-    options = parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     if options.keep_last is None and options.keep_every is None:
         raise UsageError("prune: choose which files stay: --keep-last N, --keep-every K, or both")
     try:
-        folder = _folder_of(options.folder)
+        folder = options.folder
+        if not checkpoint_files(folder) and (folder / "checkpoints").is_dir():  # the folder of a run
+            folder /= "checkpoints"
         spare = [path for path in checkpoint_files(folder) if _is_foreign(path)]
         rules = {"keep_last": options.keep_last, "keep_every": options.keep_every}
         removal = retention.plan_removal(folder, **rules, spare=spare)
@@ -73,12 +68,6 @@ def main(arguments: Sequence[str]) -> int:
     columns = ("step", "file", "size", "what", "note")
     print_result(options.json, value, columns, rows, right=("step", "size"), names=("file",), text=("note",))
     return 0
-
-
-def _folder_of(folder: Path) -> Path:
-    """Return the folder of the checkpoints, given that of the run or their own."""
-    inner = folder / "checkpoints"
-    return inner if not checkpoint_files(folder) and inner.is_dir() else folder
 
 
 def _is_foreign(path: Path) -> bool:

@@ -18,26 +18,22 @@ from hpcfsdp.errors import CheckpointError, UsageError, nearest
 from hpcfsdp.text.terminal import readable_bytes
 
 FIRST_VALUES = 8
-_EXAMPLES = (
+
+parser = Parser(
+    "show",
+    "Show facts of a checkpoint, or of one of its tensors (checked against its checksums).",
     "hpcfsdp show my_model.h5                  # step, date, sizes, optimizer, configuration",
     "hpcfsdp show my_model.h5 layers.0.weight  # one tensor: shape, numbers, who wrote it",
     "hpcfsdp show my_model.h5 --json           # for programs",
 )
-
-
-def parser() -> Parser:
-    """Return the parser of the command line."""
-    made = Parser(
-        "show", "Show facts of a checkpoint, or of one of its tensors (checked against its checksums).", _EXAMPLES
-    )
-    made.add_argument("file", metavar="FILE", type=Path)
-    made.add_argument("name", metavar="NAME", nargs="?", help="of a tensor, with or without model/ before it")
-    return made
+add = parser.add_argument
+add("file", metavar="FILE", type=Path)
+add("name", metavar="NAME", nargs="?", help="of a tensor, with or without model/ before it")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Show, and return the exit code."""
-    options = parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     index = open_index(options.file)
     facts, nested = _about_file(index) if options.name is None else (_about_tensor(index, options.name), {})
     if options.json:

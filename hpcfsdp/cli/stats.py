@@ -15,30 +15,21 @@ from hpcfsdp.output.progress_bar import byte_progress
 
 _NUMBERS = ("min", "max", "mean", "norm", "nan", "inf")
 
-
-_EXAMPLES = (
+parser = Parser(
+    "stats",
+    "Minimum, maximum, mean and norm of the finite elements of each tensor (of complex ones, minimum and maximum "
+    "of the absolute values), and how many are NaN or infinite. Tensors are checked against their checksums.",
     "hpcfsdp stats my_model.h5                        # every tensor",
     "hpcfsdp stats my_model.h5 'layers.0.*' '*.bias'  # those whose names match",
     "hpcfsdp stats my_model.h5 --json                 # for programs",
 )
-
-
-def parser() -> Parser:
-    """Return the parser of the command line."""
-    made = Parser(
-        "stats",
-        "Minimum, maximum, mean and norm of the finite elements of each tensor (of complex ones, minimum and maximum "
-        "of the absolute values), and how many are NaN or infinite. Tensors are checked against their checksums.",
-        _EXAMPLES,
-    )
-    made.add_argument("file", metavar="FILE", type=Path)
-    made.add_patterns()
-    return made
+parser.add_argument("file", metavar="FILE", type=Path)
+parser.add_patterns()
 
 
 def main(arguments: Sequence[str]) -> int:
     """Compute, print and return the exit code."""
-    options = parser().parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     index = open_index(options.file)
     paths = tensors_matching(index, options.patterns)
     with BlockReader(index) as reader, byte_progress("stats", nbytes_of(index, paths)) as advance:

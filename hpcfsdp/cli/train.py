@@ -76,8 +76,12 @@ def _main(arguments: Sequence[str], comm: Any, stop: Preemption) -> int:
     world = worlds.init(None if config.device == "auto" else config.device, run_dir=config.run_dir)
     try:
         outcome = run(config, world, stop)
-        if world.rank == 0 and outcome.held_out is not None:
-            print(_summary(config, outcome))
+        if world.rank == 0 and (held_out := outcome.held_out) is not None:
+            print(
+                f"held-out: {held_out.bits_per_byte:.3f} bits per byte "
+                f"(unigram baseline of the same {held_out.predicted_bytes} bytes: {held_out.unigram_bits_per_byte:.3f})"
+                f"\nstep: {outcome.step} of {config.train.steps}\ncheckpoint: {outcome.checkpoint}"
+            )
         if outcome.stopped:
             exit_requeue()
         worlds.finalize()
@@ -131,18 +135,16 @@ class _Command(Callbacks):
             yield
 
     def record(self, record: Mapping[str, Any]) -> None:
-        if record["kind"] == "train":
-            self._shown.step(record["step"], _line({**record, **record.get("not_finite", {})}))
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    """Return the figures of a step in a line of the log."""
-    loss, norm, rate = (float(record[name]) for name in ("loss", "grad_norm", "lr"))
-    return (
-        f"loss {loss:.4f} ({loss / math.log(2):.3f} bits/byte) norm {norm:.3f} lr {rate:.2e} "
-        f"{record['tokens_per_s']:.0f} tokens/s, {record['flop_utilisation']:.0%} of peak, "
-        f"{record['comm_share']:.0%} waiting"
-    )
+        if record["kind"] != "train":
+            return
+        figures = {**record, **record.get("not_finite", {})}
+        loss, norm, rate = (float(figures[name]) for name in ("loss", "grad_norm", "lr"))
+        self._shown.step(
+            record["step"],
+            f"loss {loss:.4f} ({loss / math.log(2):.3f} bits/byte) norm {norm:.3f} lr {rate:.2e} "
+            f"{figures['tokens_per_s']:.0f} tokens/s, {figures['flop_utilisation']:.0%} of peak, "
+            f"{figures['comm_share']:.0%} waiting",
+        )
 
 
 @contextlib.contextmanager
@@ -151,13 +153,3 @@ def _writing_to(run_dir: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise HpcfsdpError(f"run_dir {run_dir}: cannot write there: {error.strerror}") from error
-
-
-def _summary(config: RunConfig, outcome: Outcome) -> str:
-    held_out = outcome.held_out
-    return (
-        f"held-out: {held_out.bits_per_byte:.3f} bits per byte "
-        f"(unigram baseline of the same {held_out.predicted_bytes} bytes: {held_out.unigram_bits_per_byte:.3f})\n"
-        f"step: {outcome.step} of {config.train.steps}\n"
-        f"checkpoint: {outcome.checkpoint}"
-    )

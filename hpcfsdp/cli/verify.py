@@ -19,33 +19,27 @@ from hpcfsdp.text.terminal import readable_bytes
 
 EXIT_DAMAGED = CheckpointCorruptError.exit_code
 
-
-_EXAMPLES = (
+parser = Parser(
+    "verify",
+    "Check every byte of checkpoints, and list all faults. Exit code 4: a file is damaged, not finished or not a "
+    "checkpoint; 1: a file could not be read; 0: all files are sound.",
     "hpcfsdp verify my_model.h5              # is every byte as it was written?",
     "hpcfsdp verify runs/quickstart best.h5  # all checkpoints of a run, and a file",
 )
-
-
-def parser() -> Parser:
-    """Return the parser of the command line."""
-    made = Parser(
-        "verify",
-        "Check every byte of checkpoints, and list all faults. Exit code 4: a file is damaged, not finished or not a "
-        "checkpoint; 1: a file could not be read; 0: all files are sound.",
-        _EXAMPLES,
-    )
-    made.add_argument(
-        "paths", metavar="PATH", nargs="+", type=Path, help="a file, or a folder of checkpoints (also that of a run)"
-    )
-    return made
+_PATHS = "a file, or a folder of checkpoints (also that of a run)"
+parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help=_PATHS)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Verify and print; the exit code: 4 if a file is damaged, else 1 if one cannot be read, else 0."""
-    options = parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     entries: list[dict[str, Any]] = []
     codes = set()
-    for path, is_listed in _files(options.paths):
+    files: list[tuple[Path, bool]] = []
+    for path in options.paths:
+        # Not Path.is_dir, which raises where a parent folder may not be searched.
+        files += [(file, True) for file in checkpoints_in(path)] if os.path.isdir(path) else [(path, False)]
+    for path, is_listed in files:
         entry = _entry(path)
         if is_listed and size_of(path) is None:  # removed since, for instance by a training that keeps a few
             continue
@@ -56,15 +50,6 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print_json(entries)
     return EXIT_DAMAGED if EXIT_DAMAGED in codes else max(codes, default=0)
-
-
-def _files(paths: Sequence[Path]) -> list[tuple[Path, bool]]:
-    """Return the files of the arguments, and whether they were found in a folder."""
-    found: list[tuple[Path, bool]] = []
-    for path in paths:
-        # Not Path.is_dir, which raises where a parent folder may not be searched.
-        found += [(file, True) for file in checkpoints_in(path)] if os.path.isdir(path) else [(path, False)]
-    return found
 
 
 def _entry(path: Path) -> dict[str, Any]:

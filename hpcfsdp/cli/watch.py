@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +21,30 @@ from hpcfsdp.text.terminal import shown
 _EXIT_INTERRUPTED = 130
 _LABEL = 12
 """Columns of the labels."""
-_EXAMPLES = (
+
+parser = Parser(
+    "watch",
+    "Follow a run from any node that sees its folder: step, loss, throughput, waits, memory, the slowest rank, the "
+    "last checkpoint, and the last warnings. It ends when the run does not run: at once, or with --wait after the "
+    "run has begun again. Without a terminal it prints a line for each change. A folder that is not there yet is "
+    "waited for.",
     "hpcfsdp watch runs/quickstart                 # until the run ends, or Ctrl-C",
     "hpcfsdp watch runs/quickstart --once          # the state now",
     "hpcfsdp watch runs/quickstart --once --json   # for programs",
     "hpcfsdp watch runs/quickstart --wait          # also after a requeue that has not begun yet",
     "hpcfsdp watch runs/quickstart --interval 60   # on a busy file system",
 )
-
-
-def parser() -> Parser:
-    """Return the parser of the command line."""
-    made = Parser(
-        "watch",
-        "Follow a run from any node that sees its folder: step, loss, throughput, waits, memory, the slowest rank, the "
-        "last checkpoint, and the last warnings. It ends when the run does not run: at once, or with --wait after the "
-        "run has begun again. Without a terminal it prints a line for each change. A folder that is not there yet is "
-        "waited for.",
-        _EXAMPLES,
-    )
-    made.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder of the run")
-    made.add_argument("--once", action="store_true", help="print the state now, and end")
-    made.add_argument("--wait", action="store_true", help="if the run does not run now, wait until it begins again")
-    made.add_argument(
-        "--interval",
-        metavar="SECONDS",
-        type=number_in(0.1, 86401, "a number of seconds from 0.1 to 86400"),
-        default=2.0,
-        help="between two looks at the files (default 2)",
-    )
-    return made
+add = parser.add_argument
+add("run_dir", metavar="RUN_DIR", type=Path, help="the folder of the run")
+add("--once", action="store_true", help="print the state now, and end")
+add("--wait", action="store_true", help="if the run does not run now, wait until it begins again")
+_SECONDS = number_in(0.1, 86401, "a number of seconds from 0.1 to 86400")
+add("--interval", metavar="SECONDS", type=_SECONDS, default=2.0, help="between two looks at the files (default 2)")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Show the run until it ends; the exit code."""
-    options = parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     if options.json and not options.once:
         raise UsageError("watch: --json is for --once")
     if options.wait and options.once:
@@ -65,9 +54,19 @@ def main(arguments: Sequence[str]) -> int:
         if options.once:
             _show_once(follower, options.json)
         elif sys.stdout.isatty():
-            _show_live(follower, options)
+            from rich.live import Live
+
+            with Live(console=console(moving=True), auto_refresh=False) as live:
+                for view in _views(follower, options):
+                    live.update(_drawn(follower.folder, view), refresh=True)
         else:
-            _follow(follower, options, _Lines(options.run_dir))
+            last = ""
+            for view in _views(follower, options):
+                line = _waiting(follower.folder) if view is None else line_of(view)
+                if line != last:
+                    print_line(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), line)
+                    sys.stdout.flush()
+                last = line
     except OSError as error:
         raise HpcfsdpError(f"{error.filename or options.run_dir}: cannot be read: {reason(error)}") from error
     except KeyboardInterrupt:
@@ -88,39 +87,14 @@ def _show_once(follower: Follower, as_json: bool) -> None:
         print_line(line_of(view))
 
 
-def _show_live(follower: Follower, options: argparse.Namespace) -> None:
-    from rich.live import Live
-
-    with Live(console=console(moving=True), auto_refresh=False) as live:
-
-        def show(view: View | None) -> None:
-            live.update(_drawn(follower.folder, view), refresh=True)
-
-        _follow(follower, options, show)
-
-
-class _Lines:
-    """Prints a line for each change."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._last = folder, ""
-
-    def __call__(self, view: View | None) -> None:
-        line = _waiting(self._folder) if view is None else line_of(view)
-        if line != self._last:
-            print_line(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), line)
-            sys.stdout.flush()
-            self._last = line
-
-
-def _follow(follower: Follower, options: argparse.Namespace, show: Callable[[View | None], None]) -> None:
-    """Show the run again and again, until it does not run (any more, if asked to wait for it)."""
+def _views(follower: Follower, options: argparse.Namespace) -> Iterator[View | None]:
+    """Yield the state of the run again and again, until it does not run (any more, if asked to wait for it)."""
     has_run = False
     while True:
         if os.path.lexists(follower.folder):
             check_folder(follower.folder)
         view = _look(follower)
-        show(view)
+        yield view
         if view is not None:
             runs = view.summary.status == "running"
             if not runs and (has_run or not options.wait):

@@ -40,7 +40,9 @@ def steps(limit_s: float) -> Iterator[dict[str, Any]]:
     if network["error"] is not None:
         return
 
-    on_own = _all_on_own_devices(table)
+    # Whether ``hpcfsdp.init`` will give each rank an accelerator that no other rank uses.
+    uuids = [row["accelerator"]["uuid"] for row in table if row["accelerator"]]
+    on_own = len(uuids) == len(table) == len(set(uuids))
     yield {"stage": f"hpcfsdp.init on {'accelerators' if on_own else 'the CPU'}"}
     try:
         world = worlds.init(None if on_own else "cpu", timeout_s=limit_s)
@@ -60,13 +62,17 @@ def steps(limit_s: float) -> Iterator[dict[str, Any]]:
     worlds.finalize()
 
 
-def _all_on_own_devices(table: list[dict[str, Any]]) -> bool:
-    """Return whether ``hpcfsdp.init`` will give each rank an accelerator that no other rank uses."""
-    uuids = [row["accelerator"]["uuid"] for row in table if row["accelerator"]]
-    return len(uuids) == len(table) == len(set(uuids))
-
-
 def _of_this_rank(local_rank: int) -> dict[str, Any]:
+    import psutil
+
+    interfaces: dict[str, list[str]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        if addresses := [entry.address for entry in entries if entry.family == socket.AF_INET]:
+            interfaces[name] = addresses
+    shm_bytes = None
+    with contextlib.suppress(OSError):
+        room = os.statvfs("/dev/shm")
+        shm_bytes = room.f_frsize * room.f_blocks
     return {
         "host": env.host_name(),
         "python": sys.version.split()[0],
@@ -74,8 +80,8 @@ def _of_this_rank(local_rank: int) -> dict[str, Any]:
         "cores": spans(os.sched_getaffinity(0)),
         "node_cores": os.cpu_count(),
         "omp_num_threads": env.diagnostic_values().get("OMP_NUM_THREADS"),
-        "interfaces": _interfaces(),
-        "shm_bytes": _shm_bytes(),
+        "interfaces": interfaces,
+        "shm_bytes": shm_bytes,
         "torch_folder": str(Path(torch.__file__).parent),
         "torch_file_system": file_system_of(torch.__file__),
         **_accelerator(local_rank),
@@ -89,40 +95,16 @@ def _accelerator(local_rank: int) -> dict[str, Any]:
         if facts["devices_visible"]:
             device = devices.choose(None, local_rank)
             found = accelerator.describe(device)
-            facts["accelerator"] = {
-                "device": str(device),
-                "name": found.name,
-                "uuid": found.uuid or f"{device} of rank {local_rank}",
-                "bytes": found.nbytes,
-            }
+            facts["accelerator"] = {"device": str(device), "name": found.name, "bytes": found.nbytes}
+            facts["accelerator"]["uuid"] = found.uuid or f"{device} of rank {local_rank}"
     except RuntimeError as error:
         facts["accelerator_error"] = str(error).splitlines()[0]
     return facts
 
 
-def _interfaces() -> dict[str, list[str]]:
-    import psutil
-
-    found: dict[str, list[str]] = {}
-    for name, entries in psutil.net_if_addrs().items():
-        addresses = [entry.address for entry in entries if entry.family == socket.AF_INET]
-        if addresses:
-            found[name] = addresses
-    return found
-
-
-def _shm_bytes() -> int | None:
-    with contextlib.suppress(OSError):
-        room = os.statvfs("/dev/shm")
-        return room.f_frsize * room.f_blocks
-    return None
-
-
 def file_system_of(path: str | os.PathLike[str], mounts: str | None = None) -> str | None:
-    """Return the type of the file system that holds `path`, as "nfs4"; None if that is unknown.
-
-    Args:
-        mounts: the text of ``/proc/mounts``, by default that of this process.
+    """Return the type of the file system that holds `path`, as "nfs4", by the text of ``/proc/mounts``; None if that
+    is unknown.
     """
     if mounts is None:
         mounts = ""

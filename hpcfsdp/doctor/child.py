@@ -39,11 +39,9 @@ class Child:
     """
 
     def __init__(self, module: str, *arguments: str, limit_s: float, forward: bool = False) -> None:
-        """Start it.
+        """Start it. The parent stops waiting after `limit_s` seconds.
 
-        Args:
-            limit_s: seconds until the parent stops waiting.
-            forward: write its output to stderr at once: a launcher that ends the job may leave no time for more.
+        With `forward` its output goes to stderr at once: a launcher that ends the job may leave no time for more.
         """
         self.facts: dict[str, Any] = {}
         self.failure: str | None = None
@@ -117,11 +115,7 @@ class Child:
         return self.failure is None
 
     def output(self, *, unseen: bool = False) -> list[str]:
-        """Return the last lines of its output, and its last calls if its time was over.
-
-        Args:
-            unseen: without output that was forwarded.
-        """
+        """Return the last lines of its output, `unseen` ones alone if so; its last calls if its time was over."""
         printed = [] if unseen and self._forward else last_lines(self._printed.decode(errors="replace"))
         return printed + innermost_frames(self._stack.decode(errors="replace"))
 

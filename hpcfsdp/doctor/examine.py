@@ -71,7 +71,12 @@ def examine(limit_s: float, print_report: Callable[[Diagnosis], None]) -> int:
             code = _print_failure(child, child.facts.get("stage", "starting Python"))
         else:
             code = exit_code(diagnose(child, _facts_of_this_process(), limit_s).findings)
-    _wait_for_rank_0(began + limit_s, failed=child.failure is not None)
+    # A launcher may end all ranks when the first ends with an error: rank 0 has to print its report before. Without MPI
+    # there is no message from it, but its limits are known; if it ends earlier, the launcher ends this process, too.
+    # After a failure of the child the mpirun of MPICH ends all ranks; srun does not.
+    rest = began + limit_s + _SECOND_LIMIT_S + _GRACE_S - time.monotonic()
+    ends_all = env.launcher_ends_all() or (child.failure is not None and not env.started_by_srun())
+    time.sleep(max(_GRACE_S, rest) if ends_all else _GRACE_S)
     return code
 
 
@@ -131,17 +136,3 @@ def _print_failure(child: Child, stage: str) -> int:
     output = "".join(f"\n  {line}" for line in child.output(unseen=True))
     print(f"hpcfsdp: {who}: {stage} {child.failure}{output}", file=sys.stderr, flush=True)
     return LaunchError.exit_code
-
-
-def _wait_for_rank_0(deadline: float, *, failed: bool) -> None:
-    """Wait until rank 0 has printed its report: a launcher may end all ranks when the first ends with an error.
-
-    Without MPI there is no message from rank 0, but its limits are known. If it ends earlier, the launcher ends this
-    process, too.
-
-    Args:
-        failed: the child has failed. The mpirun of MPICH then ends all ranks; srun does not.
-    """
-    rest = deadline + _SECOND_LIMIT_S + _GRACE_S - time.monotonic()
-    ends_all = env.launcher_ends_all() or (failed and not env.started_by_srun())
-    time.sleep(max(_GRACE_S, rest) if ends_all else _GRACE_S)

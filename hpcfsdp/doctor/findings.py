@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hpcfsdp.errors import LaunchError
+from hpcfsdp.text.terminal import counted
 
 Level = Literal["ok", "note", "warning", "problem"]
 
@@ -29,20 +30,11 @@ class Finding:
     hint: str = ""
 
 
-def ok(area: str, what: str) -> Finding:
-    return Finding(area, "ok", what)
+def _of_level(level: Level) -> Callable[..., Finding]:
+    return lambda area, what, hint="": Finding(area, level, what, hint)
 
 
-def note(area: str, what: str, hint: str = "") -> Finding:
-    return Finding(area, "note", what, hint)
-
-
-def warning(area: str, what: str, hint: str) -> Finding:
-    return Finding(area, "warning", what, hint)
-
-
-def problem(area: str, what: str, hint: str) -> Finding:
-    return Finding(area, "problem", what, hint)
+ok, note, warning, problem = map(_of_level, get_args(Level))
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -53,14 +45,10 @@ def exit_code(findings: Iterable[Finding]) -> int:
 def summary(findings: Iterable[Finding]) -> str:
     """Return the last line of the report."""
     levels = [finding.level for finding in findings]
-    parts = [_count(levels.count(level), level) for level in ("problem", "warning", "note") if level in levels]
+    parts = [counted(levels.count(level), level) for level in ("problem", "warning", "note") if level in levels]
     if "problem" in levels:
         return f"{', '.join(parts)}: a training would break here"
     return f"{', '.join(parts) or 'all fine'}: ready to train"
-
-
-def _count(number: int, level: str) -> str:
-    return f"{number} {level}" + ("s" if number > 1 else "")
 
 
 OLDEST = {"python": (3, 10), "torch": (2, 11), "mpi4py": (4, 0), "h5py": (3, 11)}
@@ -216,10 +204,8 @@ def judge_thread_level(library: dict[str, Any]) -> Iterator[Finding]:
     level = library.get("thread_level")
     if level not in (None, "serialized", "multiple"):
         what = f"MPI was started for one thread only (thread level {level}); threads of torch call it, too"
-        hint = (
-            "unset MPI4PY_RC_THREAD_LEVEL and MPI4PY_RC_THREADS, or use an MPI that is built with support for threads"
-        )
-        yield problem("mpi", what, hint)
+        unset = "unset MPI4PY_RC_THREAD_LEVEL and MPI4PY_RC_THREADS"
+        yield problem("mpi", what, f"{unset}, or use an MPI that is built with support for threads")
 
 
 def judge_mpirun(library: str | None, mpirun: dict[str, str] | None, own: str | None, *, launched: bool) -> Finding:
@@ -227,8 +213,7 @@ def judge_mpirun(library: str | None, mpirun: dict[str, str] | None, own: str | 
 
     Args:
         library: its version text, None where it cannot be loaded.
-        mpirun: "path", and the "text" of its ``--version``.
-        own: the mpirun in the environment of this Python, if there is one.
+        mpirun: "path", and the "text" of its ``--version``; `own` is that in the environment of this Python.
         launched: a launcher has started several ranks that found each other, so that another mpirun does not matter.
     """
     if mpirun is None:

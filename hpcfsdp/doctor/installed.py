@@ -15,9 +15,8 @@ PACKAGES = ("torch", "mpi4py", "h5py", "numpy", "psutil")
 
 def versions() -> dict[str, str | None]:
     """Return the installed version of each of ``PACKAGES``, without loading it."""
-    found: dict[str, str | None] = {}
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
-        found[name] = None
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
@@ -26,8 +25,7 @@ def versions() -> dict[str, str | None]:
 def steps(*, initialise_mpi: bool) -> Iterator[dict[str, Any]]:
     """Yield facts, one package after the other: loading the next one may end the process.
 
-    Args:
-        initialise_mpi: MPI runs in this process. Otherwise its library is loaded, but MPI does not start.
+    Unless `initialise_mpi`, as where MPI runs in this process, its library is loaded, but MPI does not start.
     """
     if not initialise_mpi:
         with contextlib.suppress(ImportError, AttributeError):
@@ -48,17 +46,10 @@ def steps(*, initialise_mpi: bool) -> Iterator[dict[str, Any]]:
 def _torch() -> dict[str, Any]:
     import torch
 
-    facts: dict[str, Any] = {
-        "version": importlib.metadata.version("torch"),
-        "cuda": torch.version.cuda,
-        "rocm": torch.version.hip,
-        "gpu_files": len(glob.glob("/dev/nvidia[0-9]*")) or int(Path("/dev/kfd").exists()),
-        "nccl": None,
-        "accelerator": None,
-        "devices": 0,
-        "backend": None,
-        "has_backend": False,
-    }
+    facts: dict[str, Any] = {"version": importlib.metadata.version("torch")}
+    facts |= {"cuda": torch.version.cuda, "rocm": torch.version.hip, "nccl": None}
+    facts["gpu_files"] = len(glob.glob("/dev/nvidia[0-9]*")) or int(Path("/dev/kfd").exists())
+    facts |= {"accelerator": None, "devices": 0, "backend": None, "has_backend": False}
     found = torch.accelerator.current_accelerator()  # torch is built for it, or a plug-in is installed
     if found is not None:
         facts["accelerator"], facts["devices"] = found.type, torch.accelerator.device_count()
@@ -81,13 +72,8 @@ def _mpi_library() -> dict[str, Any]:
         "thread_level": None,
     }
     if MPI.Is_initialized():
-        levels = {
-            MPI.THREAD_SINGLE: "single",
-            MPI.THREAD_FUNNELED: "funneled",
-            MPI.THREAD_SERIALIZED: "serialized",
-            MPI.THREAD_MULTIPLE: "multiple",
-        }
-        facts["thread_level"] = levels[MPI.Query_thread()]
+        names = ("single", "funneled", "serialized", "multiple")
+        facts["thread_level"] = {getattr(MPI, f"THREAD_{name.upper()}"): name for name in names}[MPI.Query_thread()]
     return facts
 
 
@@ -109,7 +95,6 @@ def mpi_files(maps: str) -> list[str]:
 
 
 def _maps() -> str:
-    try:
+    with contextlib.suppress(OSError):
         return Path("/proc/self/maps").read_text()
-    except OSError:
-        return ""
+    return ""

@@ -15,20 +15,7 @@ Rows = list[dict[str, Any]]
 _SHOWN_NODES = 8
 SLOW_GB_PER_S = 0.1
 SMALL_SHM_BYTES = 1 << 30
-_NETWORK = (
-    "nfs",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "weka",
-    "ceph",
-    "panfs",
-    "pvfs2",
-    "orangefs",
-    "glusterfs",
-    "cifs",
-    "smb3",
-)
+_NETWORK = tuple("nfs lustre gpfs beegfs weka ceph panfs pvfs2 orangefs glusterfs cifs smb3".split())
 """The beginnings of the names of file systems that many nodes share."""
 
 
@@ -47,12 +34,7 @@ def judge_same_software(table: list[dict[str, Any]]) -> Iterator[Finding]:
 
 
 def judge_machine(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
-    """Judge topology, devices, binding, threads, and where the software lies.
-
-    Args:
-        nodes: the ranks of each node.
-        table: facts of each rank.
-    """
+    """Judge topology, devices, binding, threads, and where the software lies: `nodes` are the ranks of each node."""
     yield from judge_nodes(nodes, [row["host"] for row in table])
     yield from judge_devices(nodes, table)
     yield from judge_binding(nodes, [members(row["cores"]) for row in table])
@@ -92,15 +74,15 @@ def judge_devices(nodes: list[list[int]], table: Rows) -> list[Finding]:
             owners.setdefault(table[rank]["accelerator"]["uuid"], []).append(rank)
         for rank, *twins in owners.values():
             if twins:
-                what = (
-                    f"{named([rank, *twins])} on {table[rank]['host']} share one device, which NCCL and its like refuse"
-                )
-                found.append(problem("devices", what, hint))
+                what = f"{named([rank, *twins])} on {table[rank]['host']} share one device"
+                found.append(problem("devices", f"{what}, which NCCL and its like refuse", hint))
         visible = table[node[0]]["devices_visible"]
         if visible > len(node) > 0 and len(owners) == len(node):
             what = f"{table[node[0]]['host']} has {visible} visible devices for {len(node)} rank(s): some are idle"
             found.append(note("devices", what, f"start {visible} ranks on each node"))
-    kinds = sorted({_described(row["accelerator"]) for row in table})
+    devices = [row["accelerator"] for row in table]
+    sizes = [f", {device['bytes'] / (1 << 30):.0f} GiB" if device["bytes"] else "" for device in devices]
+    kinds = sorted({f"{device['name']}{size}" for device, size in zip(devices, sizes, strict=True)})
     if len(kinds) > 1:
         found.append(note("devices", f"devices differ: {', '.join(kinds)}; the slowest sets the pace"))
     if any(finding.level == "problem" for finding in found):
@@ -108,17 +90,8 @@ def judge_devices(nodes: list[list[int]], table: Rows) -> list[Finding]:
     return [ok("devices", f"each rank has its own ({', '.join(kinds)})"), *found]
 
 
-def _described(found: dict[str, Any]) -> str:
-    """ "H200, 139 GiB"."""
-    return f"{found['name']}, {found['bytes'] / (1 << 30):.0f} GiB" if found["bytes"] else found["name"]
-
-
 def judge_binding(nodes: list[list[int]], cores: list[set[int]]) -> list[Finding]:
-    """Judge whether each rank has a core to itself.
-
-    Args:
-        cores: for each rank the cores that it may run on.
-    """
+    """Judge whether each rank has a core to itself: `cores` are for each rank those that it may run on."""
     found, counts = [], []
     for node in nodes:
         usable = set().union(*(cores[rank] for rank in node))
@@ -161,12 +134,10 @@ def judge_files(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
     """Judge whether the ranks of many nodes load torch from one file system. Nothing on one node."""
     kinds = sorted({kind for row in table if (kind := row["torch_file_system"]) and is_shared(kind)})
     if len(nodes) > 1 and kinds:
-        what = (
-            f"all ranks load torch from {table[0]['torch_folder']} ({', '.join(kinds)}): over 2000 files for each rank"
-        )
+        what = f"all ranks load torch from {table[0]['torch_folder']} ({', '.join(kinds)})"
         where = "docs/how-to/launching.md, Start-up on many nodes"
         hint = f"where starting is slow: unpack the environment on each node ({where})"
-        yield note("files", what, hint)
+        yield note("files", f"{what}: over 2000 files for each rank", hint)
 
 
 def judge_network(facts: dict[str, Any], table: list[dict[str, Any]]) -> Iterator[Finding]:
@@ -185,11 +156,7 @@ def judge_network(facts: dict[str, Any], table: list[dict[str, Any]]) -> Iterato
 
 
 def judge_address(network: dict[str, Any] | None, first: dict[str, Any], *, several_nodes: bool) -> Iterator[Finding]:
-    """Judge the address and interface by which ranks reach rank 0, which has torch's store.
-
-    Args:
-        first: the facts of rank 0.
-    """
+    """Judge the address and interface by which ranks reach rank 0, which has torch's store; `first` are its facts."""
     if network is None:
         return
     if network["error"] is not None:
@@ -259,10 +226,9 @@ def judge_bandwidth(measured: dict[str, dict[str, Any]]) -> Iterator[Finding]:
             hint = "do not train here; try another transport of MPI (Open MPI: --mca pml ob1; UCX: UCX_TLS=tcp,self,sm)"
             yield problem("bandwidth", f"{name}: the result is wrong", hint)
         elif speed is not None and speed < SLOW_GB_PER_S:
-            hint = (
-                "several nodes: does MPI use the fast network? One node: more ranks than cores, or bound to one core?"
-            )
-            yield warning("bandwidth", f"{text} is very slow", hint)
+            network = "several nodes: does MPI use the fast network?"
+            cores = "One node: more ranks than cores, or bound to one core?"
+            yield warning("bandwidth", f"{text} is very slow", f"{network} {cores}")
         else:
             yield ok("bandwidth", text)
 

@@ -121,23 +121,15 @@ def _timed(
 ) -> dict[str, Any]:
     """Return the median of all rounds, each of which lasts as long as on its slowest rank.
 
-    Args:
-        run: the collective.
-        is_right: checks its result.
-        full: the tensor of all ranks together.
-        moved: bytes that a rank receives; by default those of all other ranks.
+    `full` is the tensor of all ranks together, `moved` the bytes that a rank receives, by default those of all others.
     """
     nbytes = full.numel() * full.element_size() * (world.size - 1) // world.size
     first = seconds_of(world, run)
     seconds = statistics.median(seconds_of(world, run) for _ in range(1 if first > _SLOW_S else REPETITIONS))
     correct = all(world.comm.allgather(is_right()))
     moved = nbytes if moved is None else moved
-    return {
-        "bytes": nbytes,
-        "seconds": seconds,
-        "gb_per_s": moved / seconds / 1e9 if moved else None,
-        "correct": correct,
-    }
+    speed = moved / seconds / 1e9 if moved else None
+    return {"bytes": nbytes, "seconds": seconds, "gb_per_s": speed, "correct": correct}
 
 
 def seconds_of(world: World, run: Callable[[], object], calls: int = 1) -> float:
@@ -191,18 +183,13 @@ def measure_links(world: World) -> dict[str, dict[str, Any] | None]:
 
 def _measured(world: World, *, between: bool) -> dict[str, Any]:
     group = world.communicator.subgroup(members(world.topology, world.rank, between=between))
-    sizes = world.comm.allgather(group.size)
-    most = max(sizes)
+    most = max(world.comm.allgather(group.size))
     small_s = min(_rounds(world, _gather(group, SMALL_BYTES // 4), _SMALL_CALLS))  # other work only adds to it
     numel = min(LARGE_BYTES, MOST_LINK_BYTES // most) // 4
     large_s = statistics.median(_rounds(world, _gather(group, numel), 1))
     received = 4 * numel * (most - 1)
-    return {
-        "latency_s": small_s / (most - 1),
-        "bytes_per_s": received / max(large_s - small_s, 1e-9),
-        "ranks": most,
-        "bytes": received,
-    }
+    speed = received / max(large_s - small_s, 1e-9)
+    return {"latency_s": small_s / (most - 1), "bytes_per_s": speed, "ranks": most, "bytes": received}
 
 
 def _gather(group: Communicator, numel: int) -> Callable[[], object]:

@@ -13,22 +13,14 @@ if TYPE_CHECKING:
 
 
 def new_figure(width: float, height: float, dpi: int = 120) -> Figure:
-    """Return an empty figure, sizes in inches, without a window system.
-
-    Raises:
-        HpcfsdpError: matplotlib cannot be loaded.
-    """
+    """Return an empty figure, sizes in inches, without a window system. An HpcfsdpError: there is no matplotlib."""
     with needs_extra("plot", "a picture"):
         from matplotlib.figure import Figure
     return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
 
 
 def write_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure in the format of the name's suffix: png, pdf, svg.
-
-    Raises:
-        HpcfsdpError: the suffix is unknown, or the file cannot be written.
-    """
+    """Write a figure in the format of the name's suffix: png, pdf, svg. Raise an HpcfsdpError if that fails."""
     path = Path(path)
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:

@@ -88,10 +88,6 @@ _current: contextvars.ContextVar[SimpleProfiler | None] = contextvars.ContextVar
 
 
 def profile(phase: Phase, nbytes: int = 0) -> contextlib.AbstractContextManager[None]:
-    """Return a context whose time counts for `phase` in the active profiler, if there is one.
-
-    Args:
-        nbytes: moved in the context.
-    """
+    """Return a context whose time, and moved bytes, count for `phase` in the active profiler, if there is one."""
     profiler = _current.get()
     return contextlib.nullcontext() if profiler is None else profiler.measure(phase, nbytes)

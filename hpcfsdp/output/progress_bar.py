@@ -42,13 +42,8 @@ class _Bar(Progress):
     def __init__(self, first: int, last: int) -> None:
         from rich import progress as rich
 
-        columns = (
-            rich.BarColumn(),
-            rich.MofNCompleteColumn(),
-            rich.TimeRemainingColumn(),
-            rich.TextColumn("{task.description}"),
-        )
-        self._bar = rich.Progress(*columns, console=_console())
+        columns = rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn()
+        self._bar = rich.Progress(*columns, rich.TextColumn("{task.description}"), console=_console())
         self._task = self._bar.add_task("", total=last, completed=first - 1)
 
     def __enter__(self) -> _Bar:
@@ -63,11 +58,7 @@ class _Bar(Progress):
 
 
 def step_progress(logger: logging.Logger, rank: int, first: int, last: int, every: int) -> Progress:
-    """Return the display of steps `first` to `last` on rank `rank`. Ranks other than 0 show nothing.
-
-    Args:
-        every: steps between two lines without a terminal.
-    """
+    """Return the display of steps `first` to `last` on rank 0: without a terminal a line after `every` so many."""
     if rank != 0:
         return Progress()
     return _Bar(first, last) if _can_show_bars() else _LogLines(logger, first, last, every)
@@ -75,26 +66,18 @@ def step_progress(logger: logging.Logger, rank: int, first: int, last: int, ever
 
 @contextlib.contextmanager
 def byte_progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar for `nbytes` bytes during the block, if stderr is a terminal.
+    """Show a bar for `nbytes` bytes during the block, `what` in front of it, if stderr is a terminal.
 
-    Args:
-        what: the text in front of the bar.
-
-    Returns:
-        A function to call with the number of bytes of each step.
+    The block gets a function to call with the number of bytes of each step.
     """
     if not _can_show_bars():
         yield lambda step: None
         return
     from rich import progress as rich
 
-    columns = (
-        rich.TextColumn("{task.description}", markup=False),
-        rich.BarColumn(),
-        rich.DownloadColumn(True),
-        rich.TimeRemainingColumn(),
-    )
-    with rich.Progress(*columns, console=_console(), transient=True) as bar:
+    columns = rich.BarColumn(), rich.DownloadColumn(True), rich.TimeRemainingColumn()
+    text = rich.TextColumn("{task.description}", markup=False)
+    with rich.Progress(text, *columns, console=_console(), transient=True) as bar:
         task = bar.add_task(shown(what), total=nbytes)
         yield lambda step: bar.advance(task, step)
 

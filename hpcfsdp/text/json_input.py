@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hpcfsdp.text import safe_files
 
@@ -62,8 +62,7 @@ class Tally:
 def records(path: Path, tally: Tally | None = None) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file's lines, none where there is no file. Count lines in `tally`.
 
-    Raises:
-        OSError: the file cannot be read, see ``safe_files.open_to_read``.
+    Raise OSError as ``safe_files.open_to_read``, but for a missing file.
     """
     return (record for _, record in lines(path, tally))
 
@@ -77,26 +76,20 @@ def lines(path: Path, tally: Tally | None = None) -> Iterator[tuple[bytes, dict[
     tally = tally or Tally()
     with file:
         number = 0
-        for line, complete in _lines(file):
+        while line := file.readline(LONGEST_LINE):
             number += 1
+            rest = line
+            while rest and not rest.endswith(b"\n"):  # of a longer line
+                rest = file.readline(LONGEST_LINE)
             if not line.strip():
                 continue
             record = parse(line, dict)
             if record is not None:
                 tally.sound += 1
                 yield line, record
-            elif complete:
+            elif rest.endswith(b"\n") or len(line) == LONGEST_LINE:  # otherwise it may be written right now
                 tally.damaged += 1
                 tally.first_damaged = tally.first_damaged or number
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Yield lines, of longer ones the beginning, and whether they are complete: the last may be written right now."""
-    while line := file.readline(LONGEST_LINE):
-        rest = line
-        while rest and not rest.endswith(b"\n"):
-            rest = file.readline(LONGEST_LINE)
-        yield line, rest.endswith(b"\n") or len(line) == LONGEST_LINE
 
 
 class Tail:
@@ -107,11 +100,7 @@ class Tail:
     """
 
     def __init__(self, path: Path, last_bytes: int = 1 << 20) -> None:
-        """Touches no disk.
-
-        Args:
-            last_bytes: how much of the end of a longer file the first ``poll`` reads.
-        """
+        """Touch no disk. The first ``poll`` reads the last `last_bytes` of a longer file."""
         self._path, self._last_bytes = path, last_bytes
         self._known: tuple[int, int] | None = None
         self._place = 0
@@ -120,8 +109,7 @@ class Tail:
     def poll(self) -> tuple[list[dict[str, Any]], bool]:
         """Return new objects, and whether the file has begun anew, so that earlier ones no longer count.
 
-        Raises:
-            OSError: the file is there and cannot be read.
+        Raise OSError if the file is there and cannot be read.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -151,13 +139,10 @@ class Tail:
 
 def number(value: Any) -> float:
     """Return a JSON value as float64; NaN for null, for text, and for what is not finite."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    try:
-        found = float(value)
-    except OverflowError:
-        return math.nan
-    return found if math.isfinite(found) else math.nan
+    with contextlib.suppress(OverflowError):
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    return math.nan
 
 
 def step_of(record: Mapping[str, Any]) -> int | None:
@@ -168,16 +153,11 @@ def step_of(record: Mapping[str, Any]) -> int | None:
 
 def seconds_of(date: Any) -> float:
     """Return the seconds from the epoch to an ISO 8601 date, in UTC unless it says otherwise; NaN for anything else."""
-    if not isinstance(date, str):
-        return math.nan
-    try:
-        found = datetime.fromisoformat(date.replace("Z", "+00:00"))  # before Python 3.11 no Z
-    except ValueError:
-        return math.nan
-    try:
-        return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
-    except (OverflowError, ValueError):
-        return math.nan
+    with contextlib.suppress(OverflowError, ValueError):
+        if isinstance(date, str):
+            found = datetime.fromisoformat(date.replace("Z", "+00:00"))  # before Python 3.11 no Z
+            return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
+    return math.nan
 
 
 def text(value: Any, most: int = 2000) -> str:

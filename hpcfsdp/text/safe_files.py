@@ -110,22 +110,18 @@ def _open(path: Name, flags: int, folder: int | None) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        fd = os.open(_target(path, folder), flags, 0o666, dir_fd=folder)
+        link = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            _check_owner(link, path)
+            target = os.path.join(os.path.dirname(path), os.readlink("", dir_fd=link))
+        finally:
+            os.close(link)
+        fd = os.open(target, flags, 0o666, dir_fd=folder)
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode) and not (flags & os.O_APPEND and stat.S_ISCHR(mode)):
         os.close(fd)
         raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
     return fd
-
-
-def _target(path: Name, folder: int | None) -> str:
-    """Return what a link of this user names; raises PermissionError for one of another user."""
-    link = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    try:
-        _check_owner(link, path)
-        return os.path.join(os.path.dirname(path), os.readlink("", dir_fd=link))
-    finally:
-        os.close(link)
 
 
 def _check_owner(fd: int, path: Name) -> None:

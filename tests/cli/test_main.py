@@ -85,7 +85,7 @@ def test_each_verb_has_help_with_examples_and_loads_neither_torch_nor_mpi_for_it
 def examples_of(verb):
     """The command lines of a verb's examples, as its parser takes them."""
     module = importlib.import_module(VERBS[verb][0])
-    for line in module.EXAMPLES if verb == "train" else module.parser().examples:
+    for line in module.EXAMPLES if verb == "train" else module.parser.examples:
         command = line.partition("hpcfsdp ")[2].partition(" > ")[0].replace(')"', "")
         yield shlex.split(command, comments=True)
 
@@ -97,7 +97,7 @@ def test_the_examples_of_the_help_are_right(verb, monkeypatch, tmp_path):
     for first, *words in examples_of(verb):
         assert first == verb
         if verb != "train":
-            importlib.import_module(VERBS[verb][0]).parser().parse_intermixed_args(words)
+            importlib.import_module(VERBS[verb][0]).parser.parse_intermixed_args(words)
         elif "--print_config" not in words:
             configuration.parse(RunConfig, words, prog="hpcfsdp train")
 

@@ -26,6 +26,7 @@ from hpcfsdp.errors import CheckpointCorruptError, CheckpointMismatchError, Data
 from hpcfsdp.examples.gpt import data, loop
 from hpcfsdp.examples.gpt.callbacks import Callbacks
 from hpcfsdp.examples.gpt.evaluate import evaluate
+from hpcfsdp.examples.gpt.optimizers import learning_rate
 from hpcfsdp.examples.gpt.parallel import Share, make_mesh, parallelize, shard
 from hpcfsdp.examples.gpt.run_config import (
     CheckpointConfig,
@@ -37,7 +38,6 @@ from hpcfsdp.examples.gpt.run_config import (
     OptimConfig,
     RunConfig,
 )
-from hpcfsdp.examples.gpt.schedule import learning_rate
 from hpcfsdp.examples.gpt.transformer import GPT, count_elements
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
 from hpcfsdp.launch.lock import RunLock

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +24,7 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 _STDLIB_SKIPPED_FOLDERS = _SKIPPED_FOLDERS | {"test", "tests", "idlelib"}
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A run of bytes of one file."""
 
     path: str
@@ -55,11 +55,7 @@ class Corpus:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """`length` bytes from `start` on, across files, as uint8.
-
-        Raises:
-            DataError: a file is gone, or shorter than at the start of the run.
-        """
+        """Return `length` bytes from `start` on, across files, as uint8."""
         output = np.empty(length, dtype=np.uint8)
         filled = 0
         index = int(np.searchsorted(self._ends, start, side="right"))
@@ -104,9 +100,6 @@ def make_split(paths: Sequence[str], held_out: float) -> Split:
         paths: files, or folders to search for files (but for hidden ones and caches); none: the Python files of the
             standard library.
         held_out: fraction to hold out.
-
-    Raises:
-        DataError: a path does not exist or cannot be read, or all files are empty.
     """
     if paths:
         files = [found for path in paths for found in _files_below(Path(path), _SKIPPED_FOLDERS, "")]

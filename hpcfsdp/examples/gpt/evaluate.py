@@ -34,12 +34,7 @@ class HeldOut:
 def evaluate(model: nn.Module, world: World, share: Share, corpus: Corpus, context: int, num_bytes: int) -> HeldOut:
     """Predict about `num_bytes` bytes in windows spread evenly over the corpus. Collective over all ranks.
 
-    Args:
-        share: this rank's part of the windows.
-        context: bytes before the last predicted one in each window.
-
-    Raises:
-        DataError: the corpus has fewer than two bytes.
+    Each window has `context` bytes before the last predicted one; `share` is this rank's part of the windows.
     """
     length = min(context + 1, len(corpus))
     if length < 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import tempfile
@@ -20,7 +21,7 @@ from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, DataError, 
 from hpcfsdp.examples.gpt import data
 from hpcfsdp.examples.gpt.callbacks import Callbacks
 from hpcfsdp.examples.gpt.evaluate import HeldOut, evaluate
-from hpcfsdp.examples.gpt.optimizers import make_optimizer, set_options, set_rate
+from hpcfsdp.examples.gpt.optimizers import learning_rate, make_optimizer, set_options, set_rate
 from hpcfsdp.examples.gpt.parallel import make_mesh, shard, share_of, to_device
 from hpcfsdp.examples.gpt.run_config import (
     OF_THE_MODEL,
@@ -30,7 +31,6 @@ from hpcfsdp.examples.gpt.run_config import (
     changes,
     num_replicas,
 )
-from hpcfsdp.examples.gpt.schedule import learning_rate
 from hpcfsdp.examples.gpt.transformer import GPT, count_elements
 
 Result = TypeVar("Result")
@@ -106,7 +106,10 @@ class Trainer:
                     observed.event("signal", reason=self.stop.reason)
                     observed.close("stopped", self.stop.reason)
                     return Outcome(self.step, self.newest, None, self.stop.reason)
-                held_out = self._evaluate()
+                corpus = data.Corpus(self.split.held_out)
+                with contextlib.closing(corpus):
+                    sizes = self.config.model.context, self.config.eval.bytes
+                    held_out = evaluate(self.model, self.world, self.share, corpus, *sizes)
                 observed.record("held_out", **asdict(held_out))
                 return Outcome(self.step, self.newest, held_out, "")
         finally:
@@ -156,7 +159,8 @@ class Trainer:
         predicted = config.train.batch * config.model.context
         nats, own = torch.zeros((), dtype=torch.float64, device=self.world.device), 0
         for samples in data.share(self.step, config.train.batch, config.train.accumulation, share.rank, share.size):
-            ids = self._batch(samples)
+            starts = [data.train_window(config.seed, s, len(self.corpus), self.window) for s in samples]
+            ids = to_device(np.stack([self.corpus.read(s, self.window) for s in starts]), self.world.device)
             logits = self.model(ids[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
             # FSDP averages gradients over the parts. The mean over all bytes of the step differs from that where parts
@@ -176,11 +180,6 @@ class Trainer:
         self.step += 1
         return mean, norm, rate, own
 
-    def _batch(self, samples: range) -> torch.Tensor:
-        starts = [data.train_window(self.config.seed, s, len(self.corpus), self.window) for s in samples]
-        rows = [self.corpus.read(start, self.window) for start in starts]
-        return to_device(np.stack(rows), self.world.device)
-
     def _check_finite(self) -> None:
         # The loss shows it one step later, when the checkpoint to go back to would hold it already.
         finite = [param.detach().isfinite().all() for param in self.model.parameters()]
@@ -190,15 +189,6 @@ class Trainer:
             ranks = f"{int(bad_ranks.item())} of {self.world.size} rank(s)"
             raise _diverged(f"the parameters are not finite after step {self.step} on {ranks}")
 
-    def _evaluate(self) -> HeldOut:
-        corpus = data.Corpus(self.split.held_out)
-        try:
-            return evaluate(
-                self.model, self.world, self.share, corpus, self.config.model.context, self.config.eval.bytes
-            )
-        finally:
-            corpus.close()
-
     def _look(self) -> tuple[Path | None, data.Split]:
         """On one rank. The newest checkpoint and the data, which fit each other; no memory of a device is used yet."""
         folder = self.run_dir / "checkpoints"
@@ -207,8 +197,13 @@ class Trainer:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise HpcfsdpError(f"{folder}: cannot write checkpoints there: {error.strerror}") from error
-        newest, split = self._newest_checkpoint(), self._find_data()
-        given = self.config.checkpoint.resume
+        newest, given = checkpoint.latest(folder), self.config.checkpoint.resume
+        if newest is not None and given == "never":
+            raise UsageError(
+                f"checkpoint.resume is never, but {self.run_dir} holds checkpoints up to {newest.name}: a second "
+                "training would mix its files with them; choose another run_dir, or remove this one"
+            )
+        split = self._find_data()
         if newest is not None:
             paths = checkpoint.checkpoint_files(folder)[::-1]
         else:
@@ -221,15 +216,6 @@ class Trainer:
             check_changes(self.config, split.fingerprint, info)
             break
         return newest, split
-
-    def _newest_checkpoint(self) -> Path | None:
-        newest = checkpoint.latest(self.run_dir / "checkpoints")
-        if newest is not None and self.config.checkpoint.resume == "never":
-            raise UsageError(
-                f"checkpoint.resume is never, but {self.run_dir} holds checkpoints up to {newest.name}: a second "
-                "training would mix its files with them; choose another run_dir, or remove this one"
-            )
-        return newest
 
     def _find_data(self) -> data.Split:
         split = data.make_split(as_list(self.config.data.paths), self.config.data.held_out)
@@ -256,8 +242,12 @@ class Trainer:
             # A job that the scheduler starts again has its first arguments: it must not start over.
             log.warning("the run has continued since %s: resuming from %s", wanted, path)
         if path is None:
+            ranks = f"{self.world.size} rank(s)"
+            if self.mesh is not None:
+                sizes = zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True)
+                ranks += " (" + " x ".join(f"{name}={size}" for name, size in sizes) + ")"
             elements = count_elements(self.config.model)
-            log.info("new run: %d parameters on %s, %s", elements, self._ranks(), self.world.device.type)
+            log.info("new run: %d parameters on %s, %s", elements, ranks, self.world.device.type)
             return
         began = time.perf_counter()
         try:
@@ -273,23 +263,11 @@ class Trainer:
         checkpoint_log.info("loaded %s step=%d ranks=%d secs=%.2f", info.path, info.step, info.world_size, seconds)
         set_options(self.optimizer, self.config.optim)
 
-    def _ranks(self) -> str:
-        text = f"{self.world.size} rank(s)"
-        if self.mesh is not None:
-            sizes = zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True)
-            text += " (" + " x ".join(f"{name}={size}" for name, size in sizes) + ")"
-        return text
-
 
 def check_changes(config: RunConfig, corpus: str, info: checkpoint.CheckpointInfo) -> None:
-    """Compare a training with that of a checkpoint, before anything is loaded. Log what differs.
+    """Compare a training with that of a checkpoint, before anything is loaded. Log what differs, or raise.
 
-    Args:
-        corpus: the fingerprint of the data.
-
-    Raises:
-        CheckpointMismatchError: the checkpoint is of another model.
-        UsageError: the training would go on in another way, and ``checkpoint.resume_changed`` is not set.
+    `corpus` is the fingerprint of the data.
     """
     differing = changes(config, info.config or {})
     trained_on = info.extra.get("data", {}).get("corpus", corpus)

@@ -1,7 +1,8 @@
-"""The optimizer of a run: AdamW, or Muon for the matrices of blocks and AdamW for all else."""
+"""The optimizer of a run, AdamW, or Muon for the matrices of blocks and AdamW for all else; and its learning rate."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -33,6 +34,14 @@ def set_options(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
     for group in optimizer.param_groups:
         is_muon = group.get("algorithm") == "muon"
         group.update({"weight_decay": config.weight_decay} if is_muon else _adamw(config))
+
+
+def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
+    """Return the rate of step `step` (0 to `steps` - 1): linear warm-up to `lr`, then half a cosine to `min_lr`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
+    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 def set_rate(optimizer: torch.optim.Optimizer, config: OptimConfig, rate: float) -> None:

@@ -33,11 +33,7 @@ class Share:
 
 
 def make_mesh(config: MeshConfig, world: World) -> DeviceMesh | None:
-    """Return a mesh of "shard" and the dimensions of `config`; None without any. Collective over all ranks.
-
-    Raises:
-        LaunchError: nodes of different sizes, or in an order that fits no mesh.
-    """
+    """Return a mesh of "shard" and the dimensions of `config`; None without any. Collective over all ranks."""
     replicas = num_replicas(config, world.num_nodes)
     if replicas == config.tensor == 1:
         return None
@@ -49,9 +45,7 @@ def make_mesh(config: MeshConfig, world: World) -> DeviceMesh | None:
 
 
 def share_of(mesh: DeviceMesh | None, world: World) -> Share:
-    """Return this rank's part of the data: one for each shard of each replica; tensor-parallel ranks compute with the
-    same.
-    """
+    """Return this rank's part of the data, one for each shard of each replica: tensor-parallel ranks have the same."""
     if mesh is None:
         return Share(world.rank, world.size)
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
@@ -65,19 +59,15 @@ def share_of(mesh: DeviceMesh | None, world: World) -> Share:
 def shard(
     model: GPT, mesh: DeviceMesh | None, world: World, *, use_orig_params: bool = False
 ) -> FullyShardedDataParallel:
-    """Return the model with one unit for each block; tensor-parallel if the mesh has "tensor". Collective over all
-    ranks.
-    """
+    """Return the model with a unit for each block, tensor-parallel if the mesh is. Collective over all ranks."""
     options: dict[str, Any] = {}
     if mesh is not None:
         if "tensor" in mesh.mesh_dim_names:
             parallelize(model.to(world.device), mesh["tensor"])
         options = {"device_mesh": mesh["shard"]}
         if "replicate" in mesh.mesh_dim_names:
-            options = {
-                "device_mesh": mesh["replicate", "shard"],
-                "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
-            }
+            options["device_mesh"] = mesh["replicate", "shard"]
+            options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
     policy = ModuleWrapPolicy({Block})
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options)
 

@@ -193,9 +193,9 @@ def num_replicas(config: MeshConfig, num_nodes: int) -> int:
 
 
 def changes(config: RunConfig, before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Keys with other values in `before`, the configuration in a checkpoint: key -> that value and that of `config`.
+    """Return keys of the training with other values in `before`, the configuration in a checkpoint: both values.
 
-    Without keys that only one of them has, and without those that describe a job and not the training.
+    Keys that only one of them has are left out.
     """
     old, new = _flat(before), _flat(asdict(config))
     return {key: (old[key], new[key]) for key in new if key in old and old[key] != new[key] and key not in _OF_A_JOB}
@@ -211,23 +211,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def check(config: RunConfig, num_ranks: int, num_nodes: int = 1) -> None:
     """Raise a UsageError that names the first value that cannot work on so many ranks."""
-    model, loop, tensor = config.model, config.train, config.mesh.tensor
-    _check_ranges(config)
-    if model.width % model.heads:
-        raise UsageError(f"model.width ({model.width}) must be a multiple of model.heads ({model.heads})")
-    if not 0 < config.data.held_out < 1:
-        raise UsageError(f"data.held_out must be between 0 and 1, not {config.data.held_out}")
-    _check_mesh(config, num_ranks, num_nodes)
-    parts = num_ranks // tensor
-    if loop.batch < loop.accumulation * parts:
-        ranks = f"{parts} rank(s)" if tensor == 1 else f"{parts} group(s) of mesh.tensor={tensor} rank(s)"
-        raise UsageError(
-            f"train.batch ({loop.batch} sequences a step) is less than one for each of {ranks} in each of "
-            f"train.accumulation={loop.accumulation} micro-batch(es): use a larger batch or fewer ranks"
-        )
-
-
-def _check_ranges(config: RunConfig) -> None:
+    model, loop, mesh = config.model, config.train, config.mesh
     for name in (*_POSITIVE, *_NOT_NEGATIVE, *_FRACTIONS):
         value = attrgetter(name)(config)
         if name in _POSITIVE and value != "nodes" and not value > 0:
@@ -236,10 +220,10 @@ def _check_ranges(config: RunConfig) -> None:
             raise UsageError(f"{name} must not be negative, but is {value}")
         if name in _FRACTIONS and not 0 <= value < 1:
             raise UsageError(f"{name} must be in [0, 1), not {value}")
-
-
-def _check_mesh(config: RunConfig, num_ranks: int, num_nodes: int) -> None:
-    heads, mesh = config.model.heads, config.mesh
+    if model.width % model.heads:
+        raise UsageError(f"model.width ({model.width}) must be a multiple of model.heads ({model.heads})")
+    if not 0 < config.data.held_out < 1:
+        raise UsageError(f"data.held_out must be between 0 and 1, not {config.data.held_out}")
     product = num_replicas(mesh, num_nodes) * mesh.tensor
     if num_ranks % product:
         replicate = f"nodes, {num_nodes} here" if mesh.replicate == "nodes" else mesh.replicate
@@ -247,7 +231,13 @@ def _check_mesh(config: RunConfig, num_ranks: int, num_nodes: int) -> None:
             f"mesh.replicate ({replicate}) x mesh.tensor ({mesh.tensor}) = {product} does not divide the {num_ranks} "
             f"rank(s) of this job: change one of them, or start a multiple of {product} ranks"
         )
-    if heads % mesh.tensor:
+    if model.heads % mesh.tensor:
+        heads = f"model.heads ({model.heads}) must be a multiple of mesh.tensor ({mesh.tensor})"
+        raise UsageError(f"{heads}: attention is divided by heads")
+    parts = num_ranks // mesh.tensor
+    if loop.batch < loop.accumulation * parts:
+        ranks = f"{parts} rank(s)" if mesh.tensor == 1 else f"{parts} group(s) of mesh.tensor={mesh.tensor} rank(s)"
         raise UsageError(
-            f"model.heads ({heads}) must be a multiple of mesh.tensor ({mesh.tensor}): attention is divided by heads"
+            f"train.batch ({loop.batch} sequences a step) is less than one for each of {ranks} in each of "
+            f"train.accumulation={loop.accumulation} micro-batch(es): use a larger batch or fewer ranks"
         )

@@ -77,9 +77,7 @@ class GPT(nn.Module):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * config.layers) ** 0.5)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return bytes (batch, length <= context) as int64 -> logits (batch, length, 256) for the byte that follows
-        each.
-        """
+        """(batch, length <= context) int64 -> logits (batch, length, 256) of the byte that follows each."""
         x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
@@ -101,11 +99,9 @@ def count_elements(config: ModelConfig) -> int:
 
 @contextlib.contextmanager
 def own_random_numbers(tensor_rank: int | None, device: torch.device) -> Iterator[None]:
-    """Return a context in which each rank draws its own random numbers; before and after it all draw the same.
+    """Return a context in which each rank draws its own random numbers, also on `device`; around it all draw the same.
 
-    Args:
-        tensor_rank: number of this rank; None: the context changes nothing.
-        device: draws numbers, besides the CPU.
+    Without a `tensor_rank`, the number of this rank, it changes nothing.
     """
     if tensor_rank is None:
         yield

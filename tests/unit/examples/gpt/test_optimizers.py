@@ -1,8 +1,8 @@
 import pytest
 from hypothesis import given, strategies as st
 
+from hpcfsdp.examples.gpt.optimizers import learning_rate
 from hpcfsdp.examples.gpt.run_config import OptimConfig
-from hpcfsdp.examples.gpt.schedule import learning_rate
 
 CONFIG = OptimConfig(lr=0.8, min_lr=0.2, warmup_steps=4)
 
