@@ -82,19 +82,13 @@ def table(nbytes: int, tensors: int, found: Mapping[str, Mapping[str, Times]]) -
             copy of the same bytes), ``FLOORS``, and ``COLUMNS`` (torch.distributed.checkpoint saves as many DTensors,
             of which each rank has columns, with hpcfsdp's writer and its own).
     """
-    rows = [
-        (
-            task,
-            way,
-            *time_cells(times),
-            f"{nbytes / times.median_s / 1e9:.2f}",
-            f"{100 * ways[RAW].ratio_to(times):.0f}%" if RAW in ways and way != RAW else "",
-            ratio_cell(ways.get(DCP), times),
-            "" if way == OWN else ratio_cell(times, ways.get(OWN, found[SAVE][OWN])),
-        )
-        for task, ways in found.items()
-        for way, times in ways.items()
-    ]
+    rows = []
+    for task, ways in found.items():
+        for way, times in ways.items():
+            of_raw = f"{100 * ways[RAW].ratio_to(times):.0f}%" if RAW in ways and way != RAW else ""
+            against = "" if way == OWN else ratio_cell(times, ways.get(OWN, found[SAVE][OWN]))
+            speed = f"{nbytes / times.median_s / 1e9:.2f}"
+            rows.append((task, way, *time_cells(times), speed, of_raw, ratio_cell(ways.get(DCP), times), against))
     tasks = {task: times_json(ways) for task, ways in found.items()}
     columns = ("task", "way", "median", "min-max", "GB/s", "of raw", "dcp / it", "it / hpcfsdp")
     ratios = [
@@ -195,14 +189,12 @@ class _Savings:
             OWN: lambda: dcp_save(self._columns, storage_writer=HDF5Writer(self._path(OWN))),
             DCP: lambda: dcp_save(self._columns, storage_writer=dcp.FileSystemWriter(files)),
         }
+        later = {OWN: lambda: self._manager.save(next(self._steps), model=self._own), COPY: self._copy}
         tasks: dict[str, tuple[Callable[[str], object], dict[str, Callable[[], object]]]] = {  # prepare, then time
             SAVE: (self._remove, save),
             LOAD: (self._drop, load),
             LOAD_CACHED: (self._cache, load),
-            HELD: (
-                self._settle,
-                {OWN: lambda: self._manager.save(next(self._steps), model=self._own), COPY: self._copy},
-            ),
+            HELD: (self._settle, later),
             FLOORS: (self._settle, {SUMS: self._sum_up}),
             # Last: the files of loads make way.
             COLUMNS: (self._remove, columns),

@@ -26,14 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as stock
 from torch import nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-)
 
 from hpcfsdp import checkpoint
 from hpcfsdp.bench.harness import MIB, Table, measured_in_new_process, mib, readable
@@ -87,10 +81,8 @@ class RankCosts(NamedTuple):
 class ImaginedCommunicator(FakeCommunicator):
     """Acts as if each of `size` ranks held what this process holds, at the real price for this process.
 
-    Attributes:
-        gathered_bytes: of pickled objects received so far.
-        of_rank_0: what rank 0 broadcasts where this rank gives None, pickled.
-        row: what another rank scatters to this one, if it has as many bytes.
+    `gathered_bytes` are those of pickled objects received so far. `of_rank_0` is what rank 0 broadcasts where this rank
+    gives None, pickled, `row` what another rank scatters to this one, if it has as many bytes.
     """
 
     gathered_bytes = 0
@@ -230,8 +222,9 @@ def _train(phases: _Phases, name: str, model: nn.Module, rank: int) -> torch.opt
 
 
 def _state_dicts(phases: _Phases, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    whole = StateDictType.FULL_STATE_DICT, FullStateDictConfig, FullOptimStateDictConfig
-    sharded = StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig, ShardedOptimStateDictConfig
+    kinds = stock.StateDictType
+    whole = kinds.FULL_STATE_DICT, stock.FullStateDictConfig, stock.FullOptimStateDictConfig
+    sharded = kinds.SHARDED_STATE_DICT, stock.ShardedStateDictConfig, stock.ShardedOptimStateDictConfig
     for name, (kind, *configs), options in (
         ("full", whole, {"offload_to_cpu": True, "rank0_only": True}),
         ("sharded", sharded, {"_use_dtensor": True}),

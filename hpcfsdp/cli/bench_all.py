@@ -32,12 +32,9 @@ _BETTER, _WORSE = "#0072b2", "#d55e00"
 
 
 class Benchmark(NamedTuple):
-    """One benchmark of the suite.
+    """One benchmark of the suite: its title is the same in every run, the arguments are those of ``hpcfsdp bench``.
 
-    Attributes:
-        title: the same in every run.
-        arguments: of ``hpcfsdp bench``.
-        scale: ranks as a multiple of those of the suite; 0 for one process without mpirun.
+    `scale` are ranks as a multiple of those of the suite; 0 for one process without mpirun.
     """
 
     title: str
@@ -103,14 +100,10 @@ def run_all(options: argparse.Namespace) -> int:
     if options.out is not None:
         save(options.out, found)
     if options.json:
-        compared = before and [
-            {
-                **one._asdict(),
-                **{side: ratio and ratio._asdict() for side, ratio in (("before", one.before), ("now", one.now))},
-                "verdict": one.verdict,
-            }
-            for one in changes(before, found)
-        ]
+        compared = None if before is None else []
+        for one in () if before is None else changes(before, found):
+            sides = {side: ratio and ratio._asdict() for side, ratio in (("before", one.before), ("now", one.now))}
+            compared.append({**one._asdict(), **sides, "verdict": one.verdict})
         print_json({**found, "changes": compared, "differs_in": before and differences(before, found)})
     else:
         for line in _lines(found, before):
@@ -132,15 +125,10 @@ def _lines(found: Mapping[str, Any], before: Mapping[str, Any] | None) -> Iterat
         yield from ("", f"Compared with {about(before)}", "")
         if others := differences(before, found):
             yield from (f"The runs differ in {', '.join(others)}: a verdict may come from that alone.", "")
-        rows = [
-            (
-                one.part,
-                one.name,
-                *((side and f"{side.value:.2f} ({_range(side)})") or "" for side in one[2:]),
-                one.verdict,
-            )
-            for one in changes(before, found)
-        ]
+        rows = []
+        for one in changes(before, found):
+            sides = (f"{side.value:.2f} ({_range(side)})" if side else "" for side in (one.before, one.now))
+            rows.append((one.part, one.name, *sides, one.verdict))
         yield from markdown(("benchmark", "ratio", "before", "now", "verdict"), rows)
     for title, part in found["parts"].items():
         yield from ("", f"## {title}", "", f"`{' '.join(part['command'])}`", "")
@@ -154,16 +142,10 @@ def _range(ratio: Ratio) -> str:
 def run(
     parts: Sequence[Benchmark], mpirun: str, ranks: int, announce: Callable[[str], None], extra: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Run all parts, one after the other, with all of their output as JSON.
+    """Run all parts, one after the other, each on so many ranks that `mpirun` starts, and with the `extra` arguments.
 
-    Args:
-        mpirun: the command that starts ranks, with its own options.
-        ranks: of a part.
-        announce: called with the command line of each part before it starts.
-        extra: further arguments of each part.
-
-    Returns:
-        The machine and its software, and each part by title. A part that fails has an "error".
+    `announce` gets the command line of a part before it starts. Return the machine, its software, and all output as
+    JSON, by title. A part that fails has an "error".
     """
     found: dict[str, Any] = {
         "format": FORMAT,
@@ -285,11 +267,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
 
 def draw_ratios(found: Sequence[tuple[str, Ratio]], path: Path, title: str) -> None:
-    """Draw (part, ratio) pairs into `path`, in the format of its name. Where higher is better, the ratio is inverted.
-
-    Raises:
-        HpcfsdpError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Draw (part, ratio) pairs into `path`, in the format of its name, the ratio inverted where higher is better."""
     figure = new_figure(9.0, 1.2 + _ROW_INCHES * len(found))
     axes = figure.add_subplot()
     for row, (_, ratio) in enumerate(found):
@@ -306,8 +284,7 @@ def draw_ratios(found: Sequence[tuple[str, Ratio]], path: Path, title: str) -> N
     axes.xaxis.set_major_formatter(lambda value, _place: f"{value:g}")
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.grid(axis="x", linewidth=0.3)
-    figure.supxlabel(
-        "cost of hpcfsdp / that of its peer: left of 1 hpcfsdp is better. Mark: median, line: all rounds", fontsize=8
-    )
+    cost = "cost of hpcfsdp / that of its peer: left of 1 hpcfsdp is better"
+    figure.supxlabel(f"{cost}. Mark: median, line: all rounds", fontsize=8)
     axes.set_title(title, fontsize=8, loc="left", wrap=True)
     write_figure(figure, path)

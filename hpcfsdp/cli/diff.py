@@ -42,21 +42,12 @@ add("b", metavar="B", type=Path)
 parser.add_patterns("compare these alone: ")
 add("--summary", action="store_true", help=f"counts, other values, and the {_LARGEST_SHOWN} largest differences")
 add("--rtol", type=_TOLERANCE, default=0.0, metavar="R", help="floats are equal if |A-B| <= ATOL + R * |A|")
-add(
-    "--atol",
-    type=_TOLERANCE,
-    default=0.0,
-    metavar="ATOL",
-    help="absolute tolerance, for the same values as --rtol; default: 0",
-)
+_ATOL = "absolute tolerance, for the same values as --rtol; default: 0"
+add("--atol", type=_TOLERANCE, default=0.0, metavar="ATOL", help=_ATOL)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare and print; the exit code: 0 if nothing differs, else 1.
-
-    Raises:
-        UsageError: a file cannot be read. As for diff(1) the exit code is 2: 1 means that the files differ.
-    """
+    """Compare and print; the exit code: 0 if nothing differs, else 1."""
     options = parser.parse_intermixed_args(arguments)
     try:
         a, b = open_index(options.a), open_index(options.b)
@@ -66,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     except CheckpointCorruptError:
         raise
     except CheckpointError as error:
-        raise UsageError(str(error)).of_kind(error.kind) from error
+        raise UsageError(str(error)).of_kind(error.kind) from error  # exit code 2 as of diff(1): 1 means a difference
     if options.json:
         value = _as_json(found)
         if options.summary:
@@ -96,23 +87,17 @@ def _as_json(found: Difference) -> dict[str, Any]:
 
 
 def _changed_as_json(tensor: ChangedTensor) -> dict[str, Any]:
-    return {
-        "name": tensor.path,
-        "elements": tensor.numel,
-        "different": tensor.different,
-        "largest": json_number(tensor.largest),
-        "where": list(tensor.where),
-        "nan": tensor.nan,
-    }
+    return {"name": tensor.path, **_sizes(tensor), "where": list(tensor.where), "nan": tensor.nan}
+
+
+def _sizes(inside: Any) -> dict[str, Any]:
+    return {"elements": inside.numel, "different": inside.different, "largest": json_number(inside.largest)}
 
 
 def _value_as_json(name: str, a: Any, b: Any) -> dict[str, Any]:
     entry = {"name": name} | {side: plain_value(value) for side, value in (("a", a), ("b", b)) if value is not ABSENT}
     inside = array_difference(a, b)
-    if inside is not None:
-        largest = json_number(inside.largest)
-        entry |= {"elements": inside.numel, "different": inside.different, "largest": largest}
-    return entry
+    return entry if inside is None else entry | _sizes(inside)
 
 
 def _largest(found: Difference) -> list[ChangedTensor]:
@@ -130,10 +115,7 @@ def _rows(found: Difference, summary: bool) -> Iterator[tuple[str, str, str]]:
         yield "summary", "values", f"{len(found.values)} differ"
     for name, one, other in found.values:
         inside = array_difference(one, other)
-        if inside is None:
-            yield "value", name, f"{_shown(one)} -> {_shown(other)}"
-        else:
-            yield "value", name, _counted(inside.different, inside.numel, inside.largest)
+        yield "value", name, f"{_shown(one)} -> {_shown(other)}" if inside is None else _counted(inside)
     if summary:
         yield from (("largest", tensor.path, _changed_text(tensor)) for tensor in _largest(found))
         return
@@ -149,12 +131,12 @@ def _rows(found: Difference, summary: bool) -> Iterator[tuple[str, str, str]]:
 
 def _changed_text(tensor: ChangedTensor) -> str:
     nan = f", {tensor.nan} of them NaN" if tensor.nan else ""
-    return _counted(tensor.different, tensor.numel, tensor.largest, f" at {list(tensor.where)}") + nan
+    return _counted(tensor, f" at {list(tensor.where)}") + nan
 
 
-def _counted(different: int, numel: int, largest: int | float | None, where: str = "") -> str:
-    biggest = "" if largest is None else f"largest {readable_number(largest)}{where}, "
-    return f"{biggest}{different} of {numel} elements"
+def _counted(inside: Any, where: str = "") -> str:
+    biggest = "" if inside.largest is None else f"largest {readable_number(inside.largest)}{where}, "
+    return f"{biggest}{inside.different} of {inside.numel} elements"
 
 
 def _shown(value: Any) -> str:

@@ -32,12 +32,8 @@ def as_json(error: Exception, paths: Sequence[object] = ()) -> dict[str, Any]:
     """Return an error for JSON: message, kind, exit_code, and the one of `paths` that the message begins with."""
     message = str(error)
     named = [str(path) for path in paths if message.startswith(f"{path}: ")]
-    return {
-        "message": message,
-        "kind": getattr(error, "kind", "internal"),
-        "exit_code": getattr(error, "exit_code", 1),
-        "path": max(named, key=len, default=None),
-    }
+    kind, exit_code = getattr(error, "kind", "internal"), getattr(error, "exit_code", 1)
+    return {"message": message, "kind": kind, "exit_code": exit_code, "path": max(named, key=len, default=None)}
 
 
 def end_together(error: HpcfsdpError, comm: Any, arguments: Sequence[str]) -> int:

@@ -48,16 +48,9 @@ def main(arguments: Sequence[str]) -> int:
 
     given = {name: getattr(options, name) for name in ("format", "step", "ties", "optimizer", "force")}
     done = import_checkpoint(options.source, options.out, **given, progress=byte_progress)
-    facts = {
-        "file": str(done.path),
-        "format": done.format,
-        "step": done.step,
-        "tensors": done.tensors,
-        "bytes": done.nbytes,
-        "optimizer": done.has_optimizer,
-        "tied_names": dict(done.ties),
-        "extra": list(done.extra),
-    }
+    facts = {"file": str(done.path), "format": done.format, "step": done.step, "tensors": done.tensors}
+    facts |= {"bytes": done.nbytes, "optimizer": done.has_optimizer}
+    facts |= {"tied_names": dict(done.ties), "extra": list(done.extra)}
     shown = {**facts, "bytes": f"{done.nbytes} ({readable_bytes(done.nbytes)})", "extra": ", ".join(done.extra)}
     del shown["tied_names"]
     ties = [("tied name", f"{alias} = {path}") for alias, path in done.ties]

@@ -74,11 +74,10 @@ class OutputError(HpcfsdpError):
 
 
 class _Output:
-    """A stream of printable text, line ends and tabs. Its own errors are ``OutputError``.
+    """A stream of printable text, line ends and tabs. Its own errors are ``OutputError``. For ``printing.console``:
 
-    Attributes:
-        styled: the same stream for text that also sets colours, see ``printing.console``.
-        moving: the same stream for a display that moves the cursor, and makes its texts printable itself.
+    `styled` is the same stream for text that also sets colours, `moving` for a display that moves the cursor, and makes
+    its texts printable itself.
     """
 
     def __init__(self, stream: Any, cleaned: Callable[[str], str] = shown_lines) -> None:

@@ -316,18 +316,12 @@ def _print_step(proposal: Proposal) -> None:
 
 
 def _print_candidates(proposal: Proposal) -> None:
-    rows = [
-        [
-            each.setup.strategy,
-            str(each.setup.replicas),
-            str(each.setup.shards),
-            "yes" if each.checkpointed else "no",
-            readable_bytes(each.footprint.peak.nbytes),
-            _seconds(each.time.seconds),
-            "yes" if each.fits else "no",
-        ]
-        for each in proposal.all[:_SHOWN]
-    ]
+    rows = []
+    for each in proposal.all[:_SHOWN]:
+        setup, peak = each.setup, readable_bytes(each.footprint.peak.nbytes)
+        recompute, fits = ("yes" if value else "no" for value in (each.checkpointed, each.fits))
+        mesh = setup.strategy, str(setup.replicas), str(setup.shards)
+        rows.append([*mesh, recompute, peak, _seconds(each.time.seconds), fits])
     columns = ["strategy", "replicas", "shards", "recompute", "peak", "step s", "fits"]
     print_table(columns, rows, right=columns[1:6])
 

@@ -43,13 +43,11 @@ parser.add_patterns()
 add("--kind", choices=("histogram", "norms", "loss"), required=True, help=_KIND_HELP)
 _SMOOTH = "loss: draw an exponential moving average with this weight, 0 to below 1; default: 0"
 add("--smooth", type=number_in(0, 1, "a weight of 0 to below 1"), default=0.0, metavar="W", help=_SMOOTH)
-add(
-    "--out",
-    metavar="PNG",
-    type=Path,
-    help="the picture (also .pdf or .svg); an existing file is replaced; default: <name of the file>-<kind>.png in "
-    "the working directory, but none with --json, which prints the numbers",
+_OUT = (
+    "the picture (also .pdf or .svg); an existing file is replaced; default: <name of the file>-<kind>.png in the "
+    "working directory, but none with --json, which prints the numbers"
 )
+add("--out", metavar="PNG", type=Path, help=_OUT)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -66,13 +64,8 @@ def main(arguments: Sequence[str]) -> int:
         more = {"smoothing": options.smooth} if options.smooth else {}
         write_figure(draw(found, **more), picture)
     if options.json:
-        print_json(
-            [
-                ({"file": file} if len(found) > 1 else {}) | entry
-                for file, numbers in found.items()
-                for entry in plots.as_numbers(numbers, options.smooth)
-            ]
-        )
+        entries = [(file, entry) for file in found for entry in plots.as_numbers(found[file], options.smooth)]
+        print_json([({"file": file} if len(found) > 1 else {}) | entry for file, entry in entries])
     else:
         print_line(picture)
     return 0

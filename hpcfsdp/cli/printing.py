@@ -51,10 +51,8 @@ def print_table(
 ) -> None:
     """Write a table to stdout: aligned and fitted on a terminal, tab-separated otherwise.
 
-    Args:
-        right: columns that are aligned to the right.
-        names: columns, one in most tables, that are shortened in the middle on a narrow terminal.
-        text: columns of prose, one at most, that is wrapped at spaces. A terminal does not show an empty one.
+    Columns `right` are aligned to the right, `names` are shortened in the middle on a narrow terminal, and `text`, one
+    at most, is prose that is wrapped at spaces. A terminal does not show an empty one.
     """
     if not sys.stdout.isatty():
         for row in (columns, *rows):

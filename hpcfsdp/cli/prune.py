@@ -54,16 +54,11 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise unreadable(error.filename or options.folder, error) from error
     goes = "would go" if options.dry_run else "removed"
-    rows = [
-        (
-            "" if entry["step"] is None else entry["step"],
-            entry["file"],
-            readable_bytes(entry["bytes"]),
-            goes if entry["goes"] else "stays",
-            "left behind" if entry["step"] is None else entry["error"]["message"] if "error" in entry else "",
-        )
-        for entry in entries
-    ]
+    rows = []
+    for entry in entries:
+        what, note = goes if entry["goes"] else "stays", entry.get("error", {}).get("message", "")
+        step, note = ("", "left behind") if entry["step"] is None else (entry["step"], note)
+        rows.append((step, entry["file"], readable_bytes(entry["bytes"]), what, note))
     value = {"dry_run": options.dry_run, "files": entries}
     columns = ("step", "file", "size", "what", "note")
     print_result(options.json, value, columns, rows, right=("step", "size"), names=("file",), text=("note",))

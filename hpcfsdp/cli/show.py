@@ -71,22 +71,12 @@ def _about_file(index: CheckpointIndex) -> tuple[dict[str, Any], dict[str, Any]]
     groups = [
         group | ({"params": len(group["params"])} if "params" in group else {}) for group in index.param_groups or []
     ]
-    metrics = {
-        name: {
-            "values": len(steps),
-            "last": values[-1].item() if len(steps) else None,
-            "step": int(steps[-1]) if len(steps) else None,
-        }
-        for name, (steps, values) in index.metrics.items()
-    }
-    nested = {
-        "tied_names": dict(index.links),
-        "parts": [part.name for part in index.parts],
-        "optimizer_groups": groups,
-        "metrics": metrics,
-        "extra": index.extra,
-        "config": info.config,
-    }
+    metrics = {}
+    for name, (steps, values) in index.metrics.items():
+        last, step = (values[-1].item(), int(steps[-1])) if len(steps) else (None, None)
+        metrics[name] = {"values": len(steps), "last": last, "step": step}
+    nested = {"tied_names": dict(index.links), "parts": [part.name for part in index.parts]}
+    nested |= {"optimizer_groups": groups, "metrics": metrics, "extra": index.extra, "config": info.config}
     return facts, nested
 
 

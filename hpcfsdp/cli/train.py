@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from hpcfsdp.examples.gpt.run_config import RunConfig, as_list, check
 from hpcfsdp.launch.job import check_step, load_mpi
 from hpcfsdp.launch.lock import RunLock
 from hpcfsdp.output import log as logs
-from hpcfsdp.output.progress_bar import Progress, step_progress
+from hpcfsdp.output.progress_bar import step_progress
 from hpcfsdp.preempt import Preemption, exit_requeue, preemption
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class _Command(Callbacks):
 
     def __init__(self, config: RunConfig, world: World, lock: RunLock) -> None:
         self._config, self._world, self._lock = config, world, lock
-        self._shown = Progress()
+        self._show: Callable[[int, str], None] = lambda step, text: None
 
     def before_save(self) -> None:
         from hpcfsdp.comm.agree import raise_together  # loads torch, after MPI
@@ -131,7 +131,7 @@ class _Command(Callbacks):
     @contextlib.contextmanager
     def steps(self, done: int, last: int) -> Iterator[None]:
         every = self._config.train.log_every
-        with step_progress(log, self._world.rank, done + 1, last, every) as self._shown:
+        with step_progress(log, self._world.rank, done + 1, last, every) as self._show:
             yield
 
     def record(self, record: Mapping[str, Any]) -> None:
@@ -139,7 +139,7 @@ class _Command(Callbacks):
             return
         figures = {**record, **record.get("not_finite", {})}
         loss, norm, rate = (float(figures[name]) for name in ("loss", "grad_norm", "lr"))
-        self._shown.step(
+        self._show(
             record["step"],
             f"loss {loss:.4f} ({loss / math.log(2):.3f} bits/byte) norm {norm:.3f} lr {rate:.2e} "
             f"{figures['tokens_per_s']:.0f} tokens/s, {figures['flop_utilisation']:.0%} of peak, "

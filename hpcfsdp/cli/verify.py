@@ -45,8 +45,13 @@ def main(arguments: Sequence[str]) -> int:
             continue
         codes.add(entry["error"]["exit_code"] if "error" in entry else 0 if entry["sound"] else EXIT_DAMAGED)
         entries.append(entry)
-        if not options.json:
-            _print(entry)
+        lines = [": ".join(filter(None, (fault["where"], fault["what"]))) for fault in entry.get("faults", ())]
+        if "error" in entry:
+            lines = [entry["error"]["message"]]
+        elif entry["sound"]:
+            lines.append(f"sound: {entry['tensors']} tensors, {readable_bytes(entry['bytes'])}")
+        for line in () if options.json else lines:
+            print_line(f"{path}: {line}")
     if options.json:
         print_json(entries)
     return EXIT_DAMAGED if EXIT_DAMAGED in codes else max(codes, default=0)
@@ -60,22 +65,6 @@ def _entry(path: Path) -> dict[str, Any]:
     except CheckpointError as error:
         what = as_json(error, [path])
         return {"file": str(path), "error": what | {"message": what["message"].removeprefix(f"{path}: ")}}
-    return {
-        "file": str(path),
-        "sound": report.sound,
-        "tensors": report.tensors,
-        "bytes": report.nbytes,
-        "faults": [asdict(fault) for fault in report.faults],
-    }
-
-
-def _print(entry: dict[str, Any]) -> None:
-    """Print a line for a file, and one for each fault."""
-    path = entry["file"]
-    if "error" in entry:
-        print_line(f"{path}: {entry['error']['message']}")
-        return
-    for fault in entry["faults"]:
-        print_line(f"{path}: {fault['where']}: {fault['what']}" if fault["where"] else f"{path}: {fault['what']}")
-    if entry["sound"]:
-        print_line(f"{path}: sound: {entry['tensors']} tensors, {readable_bytes(entry['bytes'])}")
+    faults = [asdict(fault) for fault in report.faults]
+    facts = {"sound": report.sound, "tensors": report.tensors, "bytes": report.nbytes}
+    return {"file": str(path), **facts, "faults": faults}

@@ -97,9 +97,7 @@ def diagnose(child: Child, own_facts: dict[str, Any], limit_s: float) -> Diagnos
     table = facts.pop("ranks", [])
     found = [*findings.judge_software(facts), *findings.judge_mpi(facts)]
     if table:
-        found += rank_findings.judge_same_software(table)
-        found += rank_findings.judge_machine(facts["nodes"], table)
-        found += rank_findings.judge_network(facts, table)
+        found += rank_findings.judge_ranks(facts, table)
     return Diagnosis(found, facts, [{"rank": rank} | row for rank, row in enumerate(table)])
 
 

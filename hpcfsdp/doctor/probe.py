@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     os.set_inheritable(int(fd), False)
     try:
         with os.fdopen(int(fd), "w") as pipe:
-            for facts in _without_mpi() if "--without-mpi" in flags else _with_mpi(float(limit_s)):
+            for facts in _facts("--without-mpi" in flags, float(limit_s)):
                 print(json.dumps(facts), file=pipe, flush=True)
     except BaseException:
         traceback.print_exc()
@@ -42,19 +42,18 @@ def main(arguments: list[str]) -> None:
         os._exit(1)  # not through MPI: it would end the job before the parents have reported, or wait for other ranks
 
 
-def _without_mpi() -> Iterator[dict[str, Any]]:
-    yield from installed.steps(initialise_mpi=False)
-    yield {"complete": True}
-
-
-def _with_mpi(limit_s: float) -> Iterator[dict[str, Any]]:
-    """Yield facts; "stage" is the step that begins now: the child may die in it. Collective over all processes."""
-    yield {"stage": "initialising MPI"}
-    try:
-        mpi = load_mpi()  # before torch, as Cray systems require
-    except (ImportError, RuntimeError) as error:
-        yield {"mpi_error": {"kind": type(error).__name__, "text": str(error)}}
-        yield from _without_mpi()
+def _facts(without_mpi: bool, limit_s: float) -> Iterator[dict[str, Any]]:
+    """Yield facts; "stage" is the step that begins now: the child may die in it. With MPI collective over all ranks."""
+    if not without_mpi:
+        yield {"stage": "initialising MPI"}
+        try:
+            mpi = load_mpi()  # before torch, as Cray systems require
+        except (ImportError, RuntimeError) as error:
+            yield {"mpi_error": {"kind": type(error).__name__, "text": str(error)}}
+            without_mpi = True
+    if without_mpi:
+        yield from installed.steps(initialise_mpi=False)
+        yield {"complete": True}
         return
     yield {"world": {"rank": mpi.COMM_WORLD.rank, "size": mpi.COMM_WORLD.size}}
     yield {"stage": "loading torch and h5py"}

@@ -19,6 +19,28 @@ _NETWORK = tuple("nfs lustre gpfs beegfs weka ceph panfs pvfs2 orangefs glusterf
 """The beginnings of the names of file systems that many nodes share."""
 
 
+def judge_ranks(facts: dict[str, Any], table: Rows) -> Iterator[Finding]:
+    """Judge the software of all ranks, their nodes and the network between them: `table` has facts of each rank."""
+    nodes = facts["nodes"]  # the ranks of each
+    several_nodes = len(nodes) > 1
+    yield from judge_same_software(table)
+    yield from judge_nodes(nodes, [row["host"] for row in table])
+    yield from judge_devices(nodes, table)
+    yield from judge_binding(nodes, [members(row["cores"]) for row in table])
+    yield from judge_threads(nodes, table)
+    yield from judge_files(nodes, table)
+    yield from judge_address(facts.get("network"), table[0], several_nodes=several_nodes)
+    if several_nodes and facts.get("device") == "cuda":
+        yield judge_nccl_interface(facts["environment"].get("NCCL_SOCKET_IFNAME"), facts.get("network"), table)
+    if "shared_memory" in facts:
+        yield judge_memory(facts["shared_memory"], len(table))
+    yield from judge_shm(table)
+    if "bandwidth" in facts:
+        yield from judge_bandwidth(facts["bandwidth"])
+    if "links" in facts:
+        yield from judge_links(facts["links"])
+
+
 def judge_same_software(table: list[dict[str, Any]]) -> Iterator[Finding]:
     """Judge whether all ranks run the same Python and packages."""
     installations = [{"python": row["python"], **row["packages"]} for row in table]
@@ -31,15 +53,6 @@ def judge_same_software(table: list[dict[str, Any]]) -> Iterator[Finding]:
             hint = "start all ranks with the same environment, on a file system that all nodes see"
             differ = problem if name in ("torch", "mpi4py") else warning
             yield differ(name, f"ranks differ: {text}", hint)
-
-
-def judge_machine(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
-    """Judge topology, devices, binding, threads, and where the software lies: `nodes` are the ranks of each node."""
-    yield from judge_nodes(nodes, [row["host"] for row in table])
-    yield from judge_devices(nodes, table)
-    yield from judge_binding(nodes, [members(row["cores"]) for row in table])
-    yield from judge_threads(nodes, table)
-    yield from judge_files(nodes, table)
 
 
 def judge_nodes(nodes: list[list[int]], hosts: list[str]) -> Iterator[Finding]:
@@ -138,21 +151,6 @@ def judge_files(nodes: list[list[int]], table: Rows) -> Iterator[Finding]:
         where = "docs/how-to/launching.md, Start-up on many nodes"
         hint = f"where starting is slow: unpack the environment on each node ({where})"
         yield note("files", f"{what}: over 2000 files for each rank", hint)
-
-
-def judge_network(facts: dict[str, Any], table: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Judge the address of the store, NCCL's interface, shared memory, bandwidth."""
-    several_nodes = len(facts["nodes"]) > 1
-    yield from judge_address(facts.get("network"), table[0], several_nodes=several_nodes)
-    if several_nodes and facts.get("device") == "cuda":
-        yield judge_nccl_interface(facts["environment"].get("NCCL_SOCKET_IFNAME"), facts.get("network"), table)
-    if "shared_memory" in facts:
-        yield judge_memory(facts["shared_memory"], len(table))
-    yield from judge_shm(table)
-    if "bandwidth" in facts:
-        yield from judge_bandwidth(facts["bandwidth"])
-    if "links" in facts:
-        yield from judge_links(facts["links"])
 
 
 def judge_address(network: dict[str, Any] | None, first: dict[str, Any], *, several_nodes: bool) -> Iterator[Finding]:

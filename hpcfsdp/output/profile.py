@@ -23,13 +23,7 @@ class Phase(enum.Enum):
 
 @dataclass
 class Spent:
-    """The sums over all turns of a phase.
-
-    Attributes:
-        seconds: without those of nested phases.
-        nbytes: moved, as given to ``profile``.
-        turns: how often the phase was entered.
-    """
+    """The sums over all turns of a phase: seconds without those of nested phases, and bytes as given to ``profile``."""
 
     seconds: float = 0.0
     nbytes: int = 0

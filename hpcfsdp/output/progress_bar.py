@@ -16,52 +16,28 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-class Progress:
-    """Receives every step. A context manager. This class shows nothing."""
+@contextlib.contextmanager
+def step_progress(
+    logger: logging.Logger, rank: int, first: int, last: int, every: int
+) -> Iterator[Callable[[int, str], None]]:
+    """Show steps `first` to `last` on rank 0: a bar on a terminal, elsewhere a line of the log after `every` so many.
 
-    def __enter__(self) -> Progress:
-        return self
+    The block gets a function to call with the number and the summary of each step that is done.
+    """
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def write_line(step: int, text: str) -> None:
+        if step % every == 0 or step in (first, last):
+            logger.info("step %d/%d %s", step, last, text)
 
-    def step(self, step: int, text: str) -> None:
-        """Note that step number `step` is done. `text` is its summary."""
+    if rank != 0 or not _can_show_bars():
+        yield write_line if rank == 0 else lambda step, text: None
+        return
+    from rich import progress as rich
 
-
-class _LogLines(Progress):
-    def __init__(self, logger: logging.Logger, first: int, last: int, every: int) -> None:
-        self._logger, self._first, self._last, self._every = logger, first, last, every
-
-    def step(self, step: int, text: str) -> None:
-        if step % self._every == 0 or step in (self._first, self._last):
-            self._logger.info("step %d/%d %s", step, self._last, text)
-
-
-class _Bar(Progress):
-    def __init__(self, first: int, last: int) -> None:
-        from rich import progress as rich
-
-        columns = rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn()
-        self._bar = rich.Progress(*columns, rich.TextColumn("{task.description}"), console=_console())
-        self._task = self._bar.add_task("", total=last, completed=first - 1)
-
-    def __enter__(self) -> _Bar:
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._bar.__exit__(*details)
-
-    def step(self, step: int, text: str) -> None:
-        self._bar.update(self._task, completed=step, description=text)
-
-
-def step_progress(logger: logging.Logger, rank: int, first: int, last: int, every: int) -> Progress:
-    """Return the display of steps `first` to `last` on rank 0: without a terminal a line after `every` so many."""
-    if rank != 0:
-        return Progress()
-    return _Bar(first, last) if _can_show_bars() else _LogLines(logger, first, last, every)
+    columns = rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn()
+    with rich.Progress(*columns, rich.TextColumn("{task.description}"), console=_console()) as bar:
+        task = bar.add_task("", total=last, completed=first - 1)
+        yield lambda step, text: bar.update(task, completed=step, description=text)
 
 
 @contextlib.contextmanager

@@ -88,11 +88,6 @@ class Corpus:
         return np.frombuffer(data, dtype=np.uint8)
 
 
-def standard_library() -> Path:
-    """Return the folder of the running Python's own source code."""
-    return Path(sysconfig.get_path("stdlib"))
-
-
 def make_split(paths: Sequence[str], held_out: float) -> Split:
     """Find the files and split them. Deterministic; a file stays on its side when others come or go.
 
@@ -105,7 +100,7 @@ def make_split(paths: Sequence[str], held_out: float) -> Split:
         files = [found for path in paths for found in _files_below(Path(path), _SKIPPED_FOLDERS, "")]
         source = ", ".join(paths)
     else:
-        root = standard_library()
+        root = Path(sysconfig.get_path("stdlib"))
         files = list(_files_below(root, _STDLIB_SKIPPED_FOLDERS, ".py"))
         source = f"Python's standard library, {root}"
     sized = [(str(path), name, size) for path, name in dict(files).items() if (size := _size(path)) > 0]

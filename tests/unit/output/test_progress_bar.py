@@ -22,9 +22,9 @@ def terminal(monkeypatch):
 
 
 def run(rank, first, last, every):
-    with step_progress(logger, rank, first, last, every) as shown:
+    with step_progress(logger, rank, first, last, every) as show:
         for step in range(first, last + 1):
-            shown.step(step, f"loss {step / 2}")
+            show(step, f"loss {step / 2}")
 
 
 @pytest.mark.parametrize(
