@@ -56,10 +56,8 @@ _FILES_AT_ONCE = 7
 def measure(world: World, *, nbytes: int, tensors: int, folder: str | os.PathLike[str] | None, repeats: int) -> Table:
     """Save and load in every way in turn, and compare loaded values with saved ones. Collective over all ranks.
 
-    Args:
-        nbytes: of all parameters, float32; about.
-        folder: on the disk that is measured, shared by all ranks; None is the current one. Files are made in a new
-            folder there, which is removed again.
+    All parameters, float32, have about `nbytes`. Files are made in a new folder in `folder`, by default the current
+    one, on the disk that is measured and that all ranks share, and removed again.
     """
     shape = shape_of(nbytes, tensors)
     with scratch(world.host, folder, _FILES_AT_ONCE * tensors * math.prod(shape) * 4) as place:
@@ -73,14 +71,10 @@ def table(nbytes: int, tensors: int, found: Mapping[str, Mapping[str, Times]]) -
     """Return a row for each task and way.
 
     The columns compare its speed with that of raw files, DCP's time with it, and it with hpcfsdp's time. Work in memory
-    is compared with hpcfsdp's saving.
-
-    Args:
-        nbytes: of the parameters, over all ranks.
-        found: task -> way -> times. The tasks are ``SAVE``, ``LOAD`` (the page cache holds nothing of the files, where
-            the file system has one), ``LOAD_CACHED``, ``HELD`` (an asynchronous save, until training goes on; and one
-            copy of the same bytes), ``FLOORS``, and ``COLUMNS`` (torch.distributed.checkpoint saves as many DTensors,
-            of which each rank has columns, with hpcfsdp's writer and its own).
+    is compared with hpcfsdp's saving. The tasks are ``SAVE``, ``LOAD`` (the page cache holds nothing of the files,
+    where the file system has one), ``LOAD_CACHED``, ``HELD`` (an asynchronous save, until training goes on; and one
+    copy of the same bytes), ``FLOORS``, and ``COLUMNS`` (torch.distributed.checkpoint saves as many DTensors, of which
+    each rank has columns, with hpcfsdp's writer and its own). `nbytes` are those over all ranks.
     """
     rows = []
     for task, ways in found.items():

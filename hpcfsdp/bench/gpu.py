@@ -63,11 +63,8 @@ def measure(
 ) -> Table:
     """Measure steps of all engines in turn. Collective over all ranks.
 
-    Args:
-        world: None: this process alone makes torch's default group, and destroys it.
-        context, batch: tokens of a sequence, sequences of a step on each rank.
-        dtype: "bf16" or "fp32".
-        imagined_ranks: without a world: for how many ranks this one computes its part.
+    Without a world this process alone makes torch's default group, computes the part of one of `imagined_ranks`, and
+    destroys the group. Each rank has `batch` sequences of `context` tokens in a step.
     """
     if accelerator.device_type() is None:
         raise UsageError("bench: gpu measures on an accelerator, and this process sees none")

@@ -38,12 +38,8 @@ _STORE_TIMEOUT_S = 300.0
 def measure(world: World, *, layers: int, width: int, repeats: int, keep_freed: bool = False) -> Table:
     """Measure the engines, one after the other. Collective over all ranks.
 
-    Call it before anything large has been in memory: hpcfsdp comes first, in this process.
-
-    Args:
-        repeats: steps that count, after some that do not.
-        keep_freed: let the C library keep memory that is freed within a step. By default it goes back to the system
-            at once: then the peak is the memory of the engine alone.
+    Call it before anything large has been in memory: hpcfsdp comes first, in this process. Unless `keep_freed`, memory
+    that is freed within a step goes back to the system at once: then the peak is the memory of the engine alone.
     """
     sizes = _unit_sizes(layers, width)
     options = {"layers": layers, "width": width, "repeats": repeats, "keep_freed": keep_freed}

@@ -129,10 +129,8 @@ def table(
 ) -> Table:
     """Return a row for each call and engine, and FSDP1's time as a multiple of hpcfsdp's; then a table of peak memory.
 
-    Args:
-        parameters: elements of the model's parameters.
-        times: way -> engine -> times of a call.
-        peaks: (way, engine, "rank 0" or "others", the highest of them) -> peaks of calls.
+    `parameters` are elements, `times` those of calls by way and engine, `peaks` those of calls by way, engine, and
+    "rank 0" or "others", the highest of them.
     """
     rows = [
         (way, engine, *time_cells(one), f"{engines[FSDP1].ratio_to(one):.2f}x" if engine == OWN else "")

@@ -45,9 +45,7 @@ _WIDEST_HEAD = 128
 def measure(world: World, *, layers: int, width: int, repeats: int, tensor: int = 1, fused: bool = False) -> Table:
     """Time steps of all engines: stock torch over gloo, hpcfsdp over the world. Collective over all ranks.
 
-    Args:
-        tensor: tensor-parallel ranks, which compute with the same sequences.
-        fused: see ``training_step``.
+    `tensor` ranks compute with the same sequences. See ``training_step`` for `fused`.
     """
     if world.size % tensor or HEADS % tensor:
         raise UsageError(

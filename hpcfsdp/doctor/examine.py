@@ -26,13 +26,7 @@ _OUTPUT_S = 0.5
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The contents of the report.
-
-    Attributes:
-        findings: in the order of the report.
-        facts: of the process and its child, by name.
-        ranks: facts of each rank; empty where MPI did not come that far.
-    """
+    """The report: findings in its order, facts by name, and those of each rank, as far as MPI has come."""
 
     findings: list[Finding]
     facts: dict[str, Any]
@@ -42,9 +36,7 @@ class Diagnosis:
 def examine(limit_s: float, print_report: Callable[[Diagnosis], None]) -> int:
     """Run all checks; return the exit code, the same on every rank. Collective over all processes of the job.
 
-    Args:
-        limit_s: seconds that the child may take.
-        print_report: called in one of the processes.
+    The child may take `limit_s` seconds; one of the processes prints the report.
     """
     began = time.monotonic()
     launched = env.launcher_size()

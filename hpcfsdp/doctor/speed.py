@@ -55,10 +55,8 @@ def measure_collectives(world: World, *, shared: bool) -> dict[str, dict[str, An
     """Return seconds and GB/s of each collective, by name; empty for a single rank. Collective over all ranks.
 
     GB/s are the bytes that a rank receives (or sends) in a second, for any number of ranks; None where no bytes move,
-    as when a node's ranks gather in shared memory.
-
-    Args:
-        shared: also in the memory of ``alloc``. On an accelerator that is ordinary memory, and left out.
+    as when a node's ranks gather in shared memory. `shared` ones use the memory of ``alloc``, too, which is ordinary
+    memory on an accelerator, and left out there.
     """
     comm = world.communicator
     if comm.size == 1:
