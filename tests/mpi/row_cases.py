@@ -72,9 +72,19 @@ def batches(rank, count, rows=4):
     return [torch.randint(0, VOCABULARY, (rows, 5), generator=generator) for _ in range(count)]
 
 
+_compares_parts = False
+"""Whether two engines that cut tensors alike are compared: then each rank compares its part, and gathers nothing."""
+
+
 def whole(value):
     """A tensor without its ranks. Collective for a ``DTensor``."""
     return value.detach().full_tensor() if isinstance(value, DTensor) else value.detach().clone()
+
+
+def _taken(value):
+    """What ``train`` finds: within ``same`` this rank's part. Collective for other ``DTensor``."""
+    is_cut = isinstance(value, DTensor) and not any(place.is_partial() for place in value.placements)
+    return value.detach().to_local().clone() if _compares_parts and is_cut else whole(value)
 
 
 def train(model, rank, *, steps=3, optimizer=None, micro=1, around=lambda _: contextlib.nullcontext(), clip=1.0):
@@ -92,16 +102,16 @@ def train(model, rank, *, steps=3, optimizer=None, micro=1, around=lambda _: con
                 loss = model(next(data)).double().square().mean()
                 loss.backward()
             found["losses"].append(loss.detach())
-        found["norms"].append(whole(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        found["norms"].append(_taken(nn.utils.clip_grad_norm_(model.parameters(), clip)))
         if step == steps - 1:
-            found["grads"] = {n: p.grad if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}
+            found["grads"] = {n: p.grad if p.grad is None else _taken(p.grad) for n, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
-    found["state"] = {name: whole(value) for name, value in model.state_dict().items()}
+    found["state"] = {name: _taken(value) for name, value in model.state_dict().items()}
     names = [name for name, _ in model.named_parameters()]
     state = optimizer.state_dict()["state"]
     found["optimizer"] = {
-        f"{names[key]}/{name}": whole(value)
+        f"{names[key]}/{name}": _taken(value)
         for key, values in sorted(state.items())
         for name, value in values.items()
         if isinstance(value, torch.Tensor)
@@ -111,10 +121,15 @@ def train(model, rank, *, steps=3, optimizer=None, micro=1, around=lambda _: con
 
 def same(program, mesh, own_mesh=None, **tolerance):
     """Collective. Run a program on both, and compare. Returns the results of ours."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # torch's, about views
-        expected = program(stock, mesh)
-    got = program(ours, mesh if own_mesh is None else own_mesh)
+    global _compares_parts
+    _compares_parts = own_mesh is None or own_mesh.shape == mesh.shape
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # torch's, about views
+            expected = program(stock, mesh)
+        got = program(ours, mesh if own_mesh is None else own_mesh)
+    finally:
+        _compares_parts = False
     texts = [[value for value in leaves(found) if isinstance(value, str)] for found in (got, expected)]
     assert texts[0] == texts[1], "\n".join(map(str, texts))
     torch.testing.assert_close(without_text(got), without_text(expected), **(tolerance or TIGHT))
