@@ -42,8 +42,7 @@ log = logging.getLogger("hpcfsdp.checkpoint")
 
 STAGING_BYTES = 4 << 30
 
-_LINE_BYTES = 64
-"""Copies begin at multiples of so many bytes, which makes them up to a third faster."""
+_LINE_BYTES = 64  # copies begin at multiples of so many bytes, which makes them up to a third faster
 
 
 @dataclass(frozen=True)
@@ -307,13 +306,7 @@ class CheckpointManager:
         return None
 
     def _load(
-        self,
-        comm: Communicator,
-        path: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        *,
-        fresh: bool,
+        self, comm: Communicator, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, fresh: bool
     ) -> CheckpointInfo | None:
         """Load, or record the reason why not; the same on all ranks."""
         while True:
@@ -343,10 +336,7 @@ class CheckpointManager:
             return
         began_s = time.perf_counter()
         try:
-            if wait:
-                self._pending.wait()
-            else:
-                self._pending.advance()
+            self._pending.wait() if wait else self._pending.advance()
         finally:
             self._held_s += time.perf_counter() - began_s
             if self._pending.ended:
@@ -359,49 +349,36 @@ class CheckpointManager:
         try:
             nbytes = path.stat().st_size
             log.info("saved %s step=%d bytes=%d secs=%.2f", path, step, nbytes, seconds)
-            self._call_on_saved(Saved(path, step, nbytes, seconds, self._held_s or seconds, self._asynchronous))
-            self._warn_of_higher(step)
-            removal = retention.plan_removal(
-                self.directory, keep_last=self._keep_last, keep_every=self._keep_every, spare=(path,)
-            )
+            saved = Saved(path, step, nbytes, seconds, self._held_s or seconds, self._asynchronous)
+            try:
+                if self._on_saved is not None:
+                    self._on_saved(saved)
+            except Exception as error:  # as in removals: the file is safe
+                log.warning("on_saved has failed: %s: %s", type(error).__name__, error)
+            newest = catalog.latest(self.directory)
+            if not self._warned and newest is not None and catalog.step_of(newest) > step:
+                self._warned = True
+                log.warning(
+                    "saved step=%d, but %s has a higher step, so load_latest and keep_last take it for the newer one: "
+                    "remove it if it belongs to another run",
+                    step,
+                    newest,
+                )
+            rules = {"keep_last": self._keep_last, "keep_every": self._keep_every}
+            removal = retention.plan_removal(self.directory, **rules, spare=(path,))
             for damaged, problem in removal.damaged.items():
                 log.warning("%s is damaged: %s", damaged, problem)
             retention.remove(removal.going)
             for old in removal.going:
                 log.info("removed %s", old)
-            self._sweep()
+            now_s = time.monotonic()
+            if self._swept_s is None or now_s - self._swept_s >= catalog.ABANDONED_AFTER_S:  # it reads the whole folder
+                self._swept_s = now_s
+                for left in retention.abandoned(self.directory, time.time()):
+                    disk.remove(left)
+                    log.info("removed %s, which an interrupted save had left behind", left)
         except Exception as error:
             log.warning("old checkpoints were not removed: %s", error)
-
-    def _call_on_saved(self, saved: Saved) -> None:
-        if self._on_saved is None:
-            return
-        try:
-            self._on_saved(saved)
-        except Exception as error:  # as in removals: the file is safe
-            log.warning("on_saved has failed: %s: %s", type(error).__name__, error)
-
-    def _warn_of_higher(self, step: int) -> None:
-        newest = catalog.latest(self.directory)
-        if self._warned or newest is None or catalog.step_of(newest) <= step:
-            return
-        self._warned = True
-        log.warning(
-            "saved step=%d, but %s has a higher step, so load_latest and keep_last take it for the newer one: remove "
-            "it if it belongs to another run",
-            step,
-            newest,
-        )
-
-    def _sweep(self) -> None:
-        """Remove abandoned files from time to time: it reads the whole folder."""
-        now_s = time.monotonic()
-        if self._swept_s is not None and now_s - self._swept_s < catalog.ABANDONED_AFTER_S:
-            return
-        self._swept_s = now_s
-        for left in retention.abandoned(self.directory, time.time()):
-            disk.remove(left)
-            log.info("removed %s, which an interrupted save had left behind", left)
 
     def _own_communicator(self, comm: Communicator) -> Communicator:
         """Return a communicator of the same ranks for saves in progress. Collective over `comm`, the first time."""

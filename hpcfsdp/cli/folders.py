@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpcfsdp.checkpoint.format.access import is_checkpoint, is_hdf5, unreadable
 from hpcfsdp.checkpoint.format.catalog import checkpoint_files
-from hpcfsdp.checkpoint.format.parts import is_part
+from hpcfsdp.checkpoint.retention import is_part
 from hpcfsdp.cli.printing import print_note
 from hpcfsdp.errors import CheckpointError
 

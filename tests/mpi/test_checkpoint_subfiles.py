@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint.format import parts
+from hpcfsdp.checkpoint import retention
 from hpcfsdp.checkpoint.format.catalog import ABANDONED_AFTER_S, checkpoint_files
 from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.format.footer import packed_bytes
@@ -169,7 +169,7 @@ def test_parts_go_with_the_checkpoint_that_named_them(team, model, shared_path):
             reader.read("model/blocks.0.up.weight", 0, 1)
     team.barrier()
     if team.rank == 0:
-        parts.remove_checkpoint(shared_path / "x.h5")
+        retention.remove([shared_path / "x.h5"])
         assert names(shared_path) == []
     team.barrier()
     checkpoint.save(shared_path / "x.h5", model=model, writer="subfiles")
@@ -203,9 +203,9 @@ def test_what_a_killed_save_left_behind_is_removed_when_it_is_old(team, model, s
         for part in named:
             os.utime(part, (0, 0))
         now = (shared_path / "x.h5").stat().st_mtime
-        found = parts.abandoned_parts(shared_path, now)
+        found = retention.abandoned_parts(shared_path, now)
         assert {path.name for path in found} == {left[0], left[1], others[0]}
-        assert parts.abandoned_parts(shared_path, ABANDONED_AFTER_S) == []
+        assert retention.abandoned_parts(shared_path, ABANDONED_AFTER_S) == []
     team.barrier()
     checkpoint.save(shared_path / "y.h5", model=model)
     assert set(left) < set(names(shared_path))
@@ -216,7 +216,7 @@ def test_what_a_killed_save_left_behind_is_removed_when_it_is_old(team, model, s
         (shared_path / "x.h5").write_bytes((shared_path / "x.h5").read_bytes()[:-9])
         for part in parts_in(shared_path):
             os.utime(part, (0, 0))
-        assert parts.abandoned_parts(shared_path, now, "x") == []  # whose they are cannot be known
+        assert retention.abandoned_parts(shared_path, now, "x") == []  # whose they are cannot be known
 
 
 class Failing(System):
@@ -261,7 +261,7 @@ def test_whatever_fails_on_the_first_or_last_rank_leaves_the_old_checkpoint(team
         checkpoint.save(path, model=model, step=1, writer="subfiles")
         before = names(shared_path)
         # Parts of a checkpoint are kept that may come back, should the disk not know yet that it has been replaced.
-        old = parts.abandoned_parts(shared_path, path.stat().st_mtime + 2 * ABANDONED_AFTER_S)
+        old = retention.abandoned_parts(shared_path, path.stat().st_mtime + 2 * ABANDONED_AFTER_S)
         assert len(before) == 1 + nodes(team) + len(old)
         assert len(old) <= nodes(team) * failures
         assert not old or name in ("open", "fsync")

@@ -27,7 +27,7 @@ FILES = {
     **dict.fromkeys(("bench.checkpoint", "bench.gpu"), "its own files, in a folder of its own"),
     **dict.fromkeys(("config", "plan.links", "integrations.recipe", "examples.gpt.data"), "files that the user names"),
     **dict.fromkeys(("checkpoint.convert.peft", "checkpoint.convert.torch_source"), "sources of the page"),
-    "checkpoint.format.parts": "regular files of a folder of checkpoints",
+    "checkpoint.retention": "regular files of a folder of checkpoints",
     "cli.main": "/dev/null",
     "comm.mpi.node_memory": "shared memory of the page",
     "report.page": "of the package",

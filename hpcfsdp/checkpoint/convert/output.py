@@ -14,9 +14,9 @@ from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.catalog import new_token, partial_path, partials_of
 from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.checkpoint.format.index import CheckpointIndex
-from hpcfsdp.checkpoint.format.parts import remove_abandoned
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.inspect.names import matching
+from hpcfsdp.checkpoint.retention import remove_abandoned
 from hpcfsdp.errors import CheckpointError
 
 MODEL = f"{schema.MODEL}/"

@@ -18,12 +18,8 @@ from hpcfsdp.checkpoint.format.footer import Footer, read_footer, read_regions
 from hpcfsdp.checkpoint.format.image import KnownRanges
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
-LEAST_ROOM_BYTES = 16 << 20
-"""Of memory that any file may ask for."""
-
-ROOM_PER_BYTE = 8
-"""Further bytes of memory that a file may claim for each of its bytes on the disk."""
-
+LEAST_ROOM_BYTES = 16 << 20  # of memory that any file may ask for
+ROOM_PER_BYTE = 8  # further bytes of memory that a file may claim for each of its bytes on the disk
 _KINDS = {errno.ENOENT: "missing", errno.EACCES: "permission", errno.EPERM: "permission"}
 
 
@@ -43,10 +39,8 @@ class MemoryBudget:
         """Claim bytes; raise ValueError when the file has claimed too many."""
         self._left -= nbytes
         if self._left < 0:
-            raise ValueError(
-                f"it takes {self._allocated} bytes on the disk, and to look into it would take more than "
-                f"{LEAST_ROOM_BYTES} and {ROOM_PER_BYTE} times as many of memory"
-            )
+            what = f"it takes {self._allocated} bytes on the disk, and to look into it would take more than "
+            raise ValueError(f"{what}{LEAST_ROOM_BYTES} and {ROOM_PER_BYTE} times as many of memory")
 
 
 def unreadable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
@@ -56,15 +50,12 @@ def unreadable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
 
 @contextlib.contextmanager
 def open_file(path: Path, footer: Footer | None = None) -> Iterator[int]:
-    """Open a checkpoint file to read, as a descriptor; raise CheckpointError where that fails.
-
-    With `footer`, raises CheckpointReplacedError if the file has another one by now.
-    """
+    """Open a file to read, as a descriptor; raise CheckpointError, or CheckpointReplacedError for another `footer`."""
     try:
         fd = disk.open_to_read(path)
     except IsADirectoryError:
-        what = "is a directory, not a checkpoint file (hpcfsdp ls lists those in it)"
-        raise CheckpointError(f"{path}: {what}").of_kind("directory") from None
+        what = f"{path}: is a directory, not a checkpoint file (hpcfsdp ls lists those in it)"
+        raise CheckpointError(what).of_kind("directory") from None
     except OSError as error:
         raise unreadable(path, error) from None
     try:
@@ -135,9 +126,7 @@ def naming_damage(path: Path) -> Iterator[None]:
 HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _ZIP_SIGNATURE = b"PK\x03\x04"
 _OF_TORCH = ": a zip archive, as torch.save writes: hpcfsdp import --format pt converts it"
-_HEAD_BYTES = 1 << 12
-"""The root group's attributes are among these first bytes of a checkpoint."""
-
+_HEAD_BYTES = 1 << 12  # the root group's attributes are among these first bytes of a checkpoint
 _MARK = re.compile(rb"\0format\0.{0,40}?(%b|%b)" % (schema.PART_FORMAT.encode(), schema.FORMAT.encode()), re.DOTALL)
 """The attribute ``format`` of the root group: HDF5 writes name, type, shape and text in a row."""
 
@@ -146,11 +135,7 @@ _SUPERBLOCK = struct.Struct("<8sBBBBQQQ")
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a regular file, also a truncated one, has the marks of a checkpoint. False for parts of one.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return whether a regular file, also a truncated one, is marked as a checkpoint, not as a part. Raise OSError."""
     head = _head(path)
     mark = _MARK.search(head) if head.startswith(HDF5_SIGNATURE) else None
     return mark is not None and mark[1] == schema.FORMAT.encode()
@@ -174,31 +159,23 @@ def refuse_incomplete(fd: int, path: Path) -> None:
     head = bytes(read_bytes(fd, path, 0, min(present, _SUPERBLOCK.size)))
     if not head.startswith(HDF5_SIGNATURE):
         remedy = _OF_TORCH if head.startswith(_ZIP_SIGNATURE) else ""
-        raise CheckpointCorruptError(
-            f"{path}: not an HDF5 file ({sized(present)}, begins with {head[:8]!r}){remedy}"
-        ).of_kind("not_hdf5")
-    if len(head) < _SUPERBLOCK.size:
-        raise CheckpointCorruptError(
-            f"{path}: truncated: only {present} bytes present; was the copy complete?"
-        ).of_kind("truncated")
-    _, version, offset_size, length_size, _, base, _, end = _SUPERBLOCK.unpack(head)
-    if version in (2, 3) and offset_size == length_size == 8 and base == 0 and end > present:
-        raise CheckpointCorruptError(
-            f"{path}: truncated: {sized(present, end)} present; was the copy complete?"
-        ).of_kind("truncated")
+        what = f"not an HDF5 file ({sized(present)}, begins with {head[:8]!r}){remedy}"
+        raise CheckpointCorruptError(f"{path}: {what}").of_kind("not_hdf5")
+    there = f"only {present} bytes"
+    if len(head) == _SUPERBLOCK.size:
+        _, version, offset_size, length_size, _, base, _, end = _SUPERBLOCK.unpack(head)
+        if version not in (2, 3) or offset_size != 8 or length_size != 8 or base != 0 or end <= present:
+            return
+        there = sized(present, end)
+    what = f"truncated: {there} present; was the copy complete?"
+    raise CheckpointCorruptError(f"{path}: {what}").of_kind("truncated")
 
 
 def sized(present: int, whole: int | None = None) -> str:
     """Return bytes, and of how many, as text: "20.0 of 39.3 MB"; in bytes where two numbers would look alike."""
-    number, unit = _scaled(whole or present)
+    units = ((1000**power, unit) for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")))
+    number, unit = next((scale for scale in units if (whole or present) >= scale[0]), (1, "bytes"))
     if whole is None:
         return f"{present / number:.1f} {unit}" if number > 1 else f"{present} bytes"
     one, other = f"{present / number:.1f}", f"{whole / number:.1f}"
     return f"{one} of {other} {unit}" if number > 1 and one != other else f"{present} of {whole} bytes"
-
-
-def _scaled(count: int) -> tuple[int, str]:
-    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
-        if count >= 1000**power:
-            return 1000**power, unit
-    return 1, "bytes"

@@ -12,9 +12,7 @@ from pathlib import Path
 
 from hpcfsdp.launch import lock
 
-ABANDONED_AFTER_S = 3600.0
-"""After its last write, where it cannot be seen that the process has ended."""
-
+ABANDONED_AFTER_S = 3600.0  # after its last write, where it cannot be seen that the process has ended
 _MADE_BY = re.compile(r"\.[0-9a-f]{8}([0-9a-f]{8})([0-9a-f]{6})([0-9a-f]{10})\.partial")
 
 _STEP_NAME = re.compile(r"step-(\d+)\.h5")
@@ -88,5 +86,4 @@ def checkpoint_files(directory: str | Path) -> list[Path]:
 
 def latest(directory: str | Path) -> Path | None:
     """Return the checkpoint of the highest step in a directory, None where there is none."""
-    files = checkpoint_files(directory)
-    return files[-1] if files else None
+    return next(reversed(checkpoint_files(directory)), None)

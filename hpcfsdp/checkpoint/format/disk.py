@@ -1,6 +1,6 @@
 """All disk operations of checkpoints, on whole ranges. Not collective. Each raises ``OSError`` as the system call did.
 
-Call that the operating system cuts short (a partial write, a signal) are repeated until they are complete.
+Calls that the operating system cuts short (a partial write, a signal) are repeated until they are complete.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-_BUFFERS_AT_ONCE = 1024
-"""What POSIX promises a vectored call to take (IOV_MAX)."""
-
+_BUFFERS_AT_ONCE = 1024  # what POSIX promises a vectored call to take (IOV_MAX)
 _NO_SUCH_CALL = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
-_MOST_HOLES = 1 << 16
-"""Most holes that are searched for in a file. The bytes after them count as data."""
+_MOST_HOLES = 1 << 16  # most holes that are searched for in a file. The bytes after them count as data.
 
 
 def reason(error: OSError) -> str:
@@ -58,17 +55,9 @@ def check_regular(mode: int) -> None:
 class System:
     """The system calls, as ``os`` provides them."""
 
-    open = staticmethod(os.open)
-    close = staticmethod(os.close)
-    pwritev = staticmethod(os.pwritev)
-    preadv = staticmethod(os.preadv)
-    fsync = staticmethod(os.fsync)
-    ftruncate = staticmethod(os.ftruncate)
-    fallocate = staticmethod(_fallocate)
-    replace = staticmethod(os.replace)
-    unlink = staticmethod(os.unlink)
-    fstat = staticmethod(os.fstat)
-    lseek = staticmethod(os.lseek)
+    open, close, pwritev, preadv = map(staticmethod, (os.open, os.close, os.pwritev, os.preadv))
+    fsync, ftruncate, fallocate = map(staticmethod, (os.fsync, os.ftruncate, _fallocate))
+    replace, unlink, fstat, lseek = map(staticmethod, (os.replace, os.unlink, os.fstat, os.lseek))
 
 
 SYSTEM: ContextVar[Any] = ContextVar("SYSTEM", default=System)
@@ -163,10 +152,8 @@ def write(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
 
 
 def write_runs(fd: int, data: memoryview, count: int, offset: int, stride: int) -> None:
-    """Write `count` runs of as many bytes each, which follow each other in `data`, `stride` bytes apart.
-
-    There may be a million of them, a row of a matrix each, so they do not go through ``write``.
-    """
+    """Write `count` runs of as many bytes each, which follow each other in `data`, `stride` bytes apart."""
+    # There may be a million of them, a row of a matrix each, so they do not go through ``write``.
     data, pwritev = data.cast("B"), SYSTEM.get().pwritev
     nbytes = data.nbytes // count
     for begin in range(0, count * nbytes, nbytes):
@@ -206,11 +193,8 @@ def sync(fd: int) -> None:
 
 
 def start_sync(fd: int, offset: int, nbytes: int) -> None:
-    """Hint to begin writing a range to the disk; return at once.
-
-    It declares that the range will not be read soon. Linux then starts to write its dirty pages, which would
-    otherwise wait for ``sync``, with an idle disk until then.
-    """
+    """Hint to begin writing a range to the disk; return at once."""
+    # Linux starts to write the dirty pages of what will not be read soon; they would wait for ``sync``, the disk idle.
     with contextlib.suppress(AttributeError, OSError):
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 

@@ -8,15 +8,14 @@ each entry.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format.plain_values import Types
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
-
-if TYPE_CHECKING:
-    from hpcfsdp.checkpoint.format.plain_values import Types  # loads torch
 
 Path = tuple[str | int, ...]
 """Keys from the outermost dict inwards; numbers are places in lists."""
@@ -38,20 +37,12 @@ def dotted(path: Iterable[str | int]) -> str:
 
 @dataclass(frozen=True)
 class StateEntry:
-    """An entry of a state dict and its place in the file.
+    """An entry of a state dict and its place in the file."""
 
-    Attributes:
-        path: in the state dict.
-        kind: TENSOR: a dataset of elements. GROUP: a value in optim/param_groups. SCALAR: one in optim/scalars. EXTRA:
-            one in `extra`.
-        place: the dataset's path; or the keys that lead to the value, one for a SCALAR.
-        types: types that JSON does not keep, see ``plain_values.to_plain``.
-    """
-
-    path: Path
-    kind: str
-    place: Path
-    types: Types = ()
+    path: Path  # in the state dict
+    kind: str  # TENSOR: a dataset; GROUP: a value in optim/param_groups; SCALAR: in optim/scalars; EXTRA: in `extra`
+    place: Path  # the dataset's path; or the keys that lead to the value, one for a SCALAR
+    types: Types = ()  # types that JSON does not keep, see ``plain_values.to_plain``
 
     @property
     def dataset(self) -> str:
@@ -72,25 +63,34 @@ class StateEntry:
 
 
 def place_entries(tensors: Mapping[str, Path], values: Mapping[str, Path]) -> dict[str, StateEntry]:
-    """Choose a place for each entry, by name. `tensors` has the paths of tensors, `values` of all other entries.
-
-    Raise CheckpointError, naming the entry, for a key that a file cannot contain.
-    """
+    """Choose a place for each tensor and each other value, by name; raise CheckpointError for a key that cannot be."""
     everyone = [*tensors.values(), *values.values()]
     outer = _outer(everyone)
     renamed = not any(path[outer] == "optim" for path in everyone)
     plain = all(len(path) == outer + 1 for path in tensors.values())
     entries: dict[str, StateEntry] = {}
     places: dict[Path, str] = {}
+
+    def standard(path: Path) -> Path:
+        inner = path[outer:]
+        return ("optim", *inner[1:]) if renamed and inner[0] == "optimizer" and len(inner) > 1 else inner
+
     for name, path in tensors.items():
-        place = _tensor_place(name, _standard(path[outer:], renamed), plain)
+        place = _tensor_place(name, standard(path), plain)
         if places.setdefault(place, name) != name:
-            raise CheckpointError(
-                f"the state dict's {places[place]!r} and {name!r} would both be stored at {dotted(place)!r}: rename one"
-            )
+            what = f"the state dict's {places[place]!r} and {name!r} would both be stored at {dotted(place)!r}"
+            raise CheckpointError(f"{what}: rename one")
         entries[name] = StateEntry(path, TENSOR, place)
     for name, path in values.items():
-        entries[name] = _value_entry(path, _standard(path[outer:], renamed))
+        match standard(path):
+            case ("optim", "param_groups", int(), str()) as inner:
+                entries[name] = StateEntry(path, GROUP, inner[2:])
+            case ("optim", "state", str(fqn), str(key)):
+                entries[name] = StateEntry(path, SCALAR, (f"{fqn}/{key}",))
+            case ("extra", _, *_) as inner:
+                entries[name] = StateEntry(path, EXTRA, inner[1:])
+            case inner:
+                entries[name] = StateEntry(path, EXTRA, inner)
     return entries
 
 
@@ -99,10 +99,6 @@ def _outer(paths: list[Path]) -> int:
     if not paths or min(map(len, paths)) < 2 or len({path[0] for path in paths}) > 1:
         return 0
     return int(paths[0][0] not in ("model", *_OPTIMIZER) and any(path[1] == "model" for path in paths))
-
-
-def _standard(path: Path, renamed: bool) -> Path:
-    return ("optim", *path[1:]) if renamed and path[0] == "optimizer" and len(path) > 1 else path
 
 
 def _tensor_place(name: str, path: Path, plain: bool) -> Path:
@@ -115,21 +111,9 @@ def _tensor_place(name: str, path: Path, plain: bool) -> Path:
         return (*GROUP_TENSORS.split("/"), *path[2:])
     joined = "/".join(map(str, path))
     if joined in _GROUPS or any(joined == place or joined.startswith(f"{place}/") for place in _RESERVED):
-        raise CheckpointError(
-            f"the state dict's {name!r} would be stored at {joined!r}, a path that checkpoints reserve: rename the key"
-        )
+        what = f"the state dict's {name!r} would be stored at {joined!r}, a path that checkpoints reserve"
+        raise CheckpointError(f"{what}: rename the key")
     return path
-
-
-def _value_entry(path: Path, inner: Path) -> StateEntry:
-    match inner:
-        case ("optim", "param_groups", int(), str()):
-            return StateEntry(path, GROUP, inner[2:])
-        case ("optim", "state", str(fqn), str(key)):
-            return StateEntry(path, SCALAR, (f"{fqn}/{key}",))
-        case ("extra", _, *_):
-            return StateEntry(path, EXTRA, inner[1:])
-    return StateEntry(path, EXTRA, inner)
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -137,7 +121,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from leaves(item, (*path, str(key)))
-    elif isinstance(value, list) and _has_dict(value):
+    elif _has_dict(value):
         for place, item in enumerate(value):
             yield from leaves(item, (*path, place))
     else:
@@ -149,10 +133,7 @@ def _has_dict(value: Any) -> bool:
 
 
 def set_at(root: dict[str | int, Any], path: Path, value: Any) -> None:
-    """Set a value in nested dicts and lists, which it makes.
-
-    Raise CheckpointError where another value is in the way.
-    """
+    """Set a value in nested dicts and lists, which it makes; raise CheckpointError where another value is."""
     inside: Any = root
     for key, following in zip(path, (*path[1:], None), strict=True):
         if isinstance(inside, list) and isinstance(key, int):
@@ -235,13 +216,13 @@ class EntryRequest:
         return self._answers[name]
 
     def settled(self, names: Iterable[str]) -> dict[str, StateEntry]:
-        """Return the entries of these names, and of all names of ``find`` that exist.
-
-        Raise CheckpointMismatchError where an answer of ``find`` does not hold for all names together.
-        """
+        """Return the entries of these names and of those of ``find``; raise CheckpointMismatchError if it was wrong."""
         wanted = list(dict.fromkeys([*self._answers, *names]))
-        found = next(filter(None, (_one_to_one(mapping, wanted) for mapping in self._names.mappings)), None)
-        if found is None:  # names that are not there are passed over: then by the names that were saved alone
+        for mapping in self._names.mappings:
+            found = {name: entry for name in wanted if (entry := mapping(name)) is not None}
+            if found and len(found) == len(wanted) == len({id(entry) for entry in found.values()}):
+                break
+        else:  # names that are not there are passed over: then by the names that were saved alone
             found = {name: self._names.entries[name] for name in wanted if name in self._names.entries}
             elsewhere = (name for name in wanted if any(mapping(name) for mapping in self._names.mappings))
             if not found and (name := next(elsewhere, None)) is not None:
@@ -264,20 +245,11 @@ class EntryRequest:
         )
 
 
-def _one_to_one(mapping: Callable[[str], StateEntry | None], names: list[str]) -> dict[str, StateEntry] | None:
-    """Return the entries of all names, if there are any and no two names share one."""
-    found = {name: entry for name in names if (entry := mapping(name)) is not None}
-    return found if len(found) == len(names) == len({id(entry) for entry in found.values()}) else None
-
-
 def _once(pairs: Iterable[tuple[str, StateEntry]]) -> dict[str, StateEntry]:
     """Return a dict of the pairs, without names that occur twice."""
-    found: dict[str, StateEntry] = {}
-    several = set()
-    for name, entry in pairs:
-        if found.setdefault(name, entry) is not entry:
-            several.add(name)
-    return {name: entry for name, entry in found.items() if name not in several}
+    pairs = list(pairs)
+    times = Counter(name for name, _ in pairs)
+    return {name: entry for name, entry in pairs if times[name] == 1}
 
 
 _BEFORE = {TENSOR: (), EXTRA: ("extra",), GROUP: ("optim", "param_groups"), SCALAR: ("optim", "state")}

@@ -7,7 +7,7 @@ written last, so it marks a complete checkpoint. Specified in docs/reference/che
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -16,24 +16,16 @@ MAGIC = b"hpcfsdp\n"
 _TRAILER = struct.Struct("<QQQQ8s")
 _REGION = struct.Struct("<QQ")
 
-MOST_REGIONS = 1 << 16
-"""Of a file. It has a few; a reader keeps them all."""
+MOST_REGIONS = 1 << 16  # of a file. It has a few; a reader keeps them all.
 
 
 @dataclass(frozen=True)
 class Footer:
-    """The content of a footer.
-
-    Attributes:
-        file_bytes: of the whole file, including the footer.
-        regions: (first byte, number of bytes) of everything but tensors, ascending.
-        digest: xxh3-64 of the concatenated regions. Different checkpoints have different digests, because the regions
-            contain the checksums of the tensors.
-    """
+    """The content of a footer, of a file of so many bytes."""
 
     file_bytes: int
-    regions: tuple[tuple[int, int], ...]
-    digest: int
+    regions: tuple[tuple[int, int], ...]  # (first byte, number of bytes) of everything but tensors, ascending
+    digest: int  # xxh3-64 of the regions, which contain the checksums of tensors: no two checkpoints have one digest
 
     def pack(self) -> bytes:
         """Return the bytes that end the file."""
@@ -49,18 +41,19 @@ def packed_bytes(regions: int) -> int:
 
 def make_footer(regions: Sequence[tuple[int, bytes | bytearray]], data_end: int) -> Footer:
     """Return the footer of these regions, (first byte, bytes) ascending, when it is written at `data_end`."""
+    places = tuple((begin, len(data)) for begin, data in regions)
+    return Footer(data_end + packed_bytes(len(places)), places, _digest(regions))
+
+
+def _digest(regions: Iterable[tuple[int, bytes | bytearray]]) -> int:
     digest = xxhash.xxh3_64()
     for _, data in regions:
         digest.update(data)
-    places = tuple((begin, len(data)) for begin, data in regions)
-    return Footer(data_end + packed_bytes(len(places)), places, digest.intdigest())
+    return digest.intdigest()
 
 
 def read_footer(nbytes: int, read: Callable[[int, int], bytes | bytearray]) -> Footer | None:
-    """Return the footer of a file of `nbytes` bytes; None if it has none. `read` takes an offset and a length.
-
-    Raise ValueError, with the reason, for a damaged footer.
-    """
+    """Return the footer of a file, None without one; raise ValueError if damaged. `read` takes offset and length."""
     if nbytes < _TRAILER.size:
         return None
     file_bytes, count, digest, own, magic = _TRAILER.unpack(read(nbytes - _TRAILER.size, _TRAILER.size))
@@ -86,9 +79,6 @@ def read_footer(nbytes: int, read: Callable[[int, int], bytes | bytearray]) -> F
 def read_regions(footer: Footer, read: Callable[[int, int], bytes | bytearray]) -> list[tuple[int, bytes | bytearray]]:
     """Read all regions; raise ValueError unless they have the footer's checksum."""
     found = [(begin, read(begin, size)) for begin, size in footer.regions]
-    digest = xxhash.xxh3_64()
-    for _, data in found:
-        digest.update(data)
-    if digest.intdigest() != footer.digest:
+    if _digest(found) != footer.digest:
         raise ValueError("its tables or small values do not have their checksum")
     return found

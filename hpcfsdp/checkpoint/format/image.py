@@ -7,6 +7,7 @@ specified. It never reads unchecked bytes either: damaged ones have made it cras
 from __future__ import annotations
 
 import bisect
+import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -14,24 +15,16 @@ _PAGE = 1 << 16
 _FEW = 16
 
 
-class _Cursor:
-    """The position of a file object."""
+class _Memory(io.RawIOBase):
+    """A file object of `nbytes` bytes, with a position."""
 
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._position = 0
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self._position = nbytes, 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.nbytes}[whence]
         self._position = base + offset
         return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, nbytes: int) -> bytes:
-        buffer = bytearray(nbytes)
-        return bytes(buffer[: self.readinto(buffer)])
 
     def readinto(self, buffer: bytearray | memoryview) -> int:
         view = memoryview(buffer).cast("B")
@@ -39,21 +32,18 @@ class _Cursor:
         self._position += view.nbytes
         return view.nbytes
 
-    def flush(self) -> None:
-        """Nothing waits to be written."""
-
     def _fill(self, view: memoryview, offset: int) -> None:
         raise NotImplementedError
 
 
-class SparseImage(_Cursor):
+class SparseImage(_Memory):
     """A file in memory for ``h5py.File``. Only pages that were written take memory.
 
     A few zeros take none: HDF5 allocates the storage of each of thousands of tensors by writing one zero.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(0)
         self._pages: dict[int, bytearray] = {}
         self._shared: set[int] = set()  # pages that copies have as well
 
@@ -115,12 +105,11 @@ class SparseImage(_Cursor):
             part[:] = bytes(part.nbytes) if known is None else known[begin : begin + part.nbytes]
 
 
-class KnownRanges(_Cursor):
+class KnownRanges(_Memory):
     """A read-only file for ``h5py.File`` of which only some ranges are known: (first byte, bytes), not overlapping."""
 
     def __init__(self, nbytes: int, known: Iterable[tuple[int, bytes | bytearray]]) -> None:
-        super().__init__()
-        self.nbytes = nbytes
+        super().__init__(nbytes)
         self._known = sorted(known)
         self._begins = [begin for begin, _ in self._known]
 

@@ -14,38 +14,15 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpcfsdp.checkpoint.format import entry_names as names, schema
-from hpcfsdp.checkpoint.format.access import (
-    MemoryBudget,
-    naming_damage,
-    open_file,
-    open_hdf5,
-    read_file_footer,
-    refuse_incomplete,
-)
+from hpcfsdp.checkpoint.format import access, entry_names as names, schema, small_values as stored
 from hpcfsdp.checkpoint.format.footer import Footer, packed_bytes
 from hpcfsdp.checkpoint.format.plain_values import from_plain, join_arrays
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo, TensorSpec
-from hpcfsdp.checkpoint.format.small_values import (
-    SmallDatasets,
-    attribute_text,
-    check_entries,
-    check_kind,
-    check_module_states,
-    check_optimizer,
-    check_type,
-    check_types,
-    read_extra,
-    read_json,
-    read_links,
-    read_metrics,
-    read_parts,
-    read_small,
-    read_specs,
-    required_attribute,
-)
+from hpcfsdp.checkpoint.format.small_values import PartFile
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from hpcfsdp.reshard.tiling import MOST_ELEMENTS, TilingError, byte_ranges, first_untiled
+
+_BEYOND_ANY_FILE = MOST_ELEMENTS  # bytes. Sums of two of them are exact in int64.
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -69,72 +46,49 @@ def check_extents(
 ) -> dict[str, tuple[int, int]]:
     """Prove that the extents tile each tensor, stay in the files and do not overlap; return the rows of each tensor.
 
-    Args:
-        regions: (first byte, end) of everything but tensors.
-        size: of the file; `part_sizes` of the files next to it.
+    `regions` are (first byte, end) of everything but tensors; `size` is of the file, `part_sizes` of those next to it.
     """
-    paths = list(specs)
-    of = rows["tensor"].astype(np.int64)
-    if len(rows) and (of.max() >= len(paths) or np.any(np.diff(of) < 0)):
-        raise CheckpointCorruptError(f"{path}: damaged: its table of extents is out of order")
-    nbytes = sum(spec.nbytes for spec in specs.values())
-    if nbytes >= _BEYOND_ANY_FILE or np.any(rows["byte_offset"] >= _BEYOND_ANY_FILE):
-        raise CheckpointCorruptError(f"{path}: damaged: it has sizes or places beyond any file")
-    try:
-        untiled = first_untiled(rows, [spec.numel for spec in specs.values()])
-    except TilingError as error:
-        name = "" if error.tensor is None else f"{paths[error.tensor]}: "
-        raise CheckpointCorruptError(f"{path}: damaged: {name}{error}") from None
-    if untiled is not None:
-        raise CheckpointCorruptError(f"{path}: damaged: the runs of {paths[untiled]} do not tile it")
-    _check_lengths(path, specs, rows)
-    sizes = np.array([size, *part_sizes], np.int64)
-    if len(rows) and rows["file"].max() >= len(sizes):
-        raise CheckpointCorruptError(f"{path}: damaged: its table of extents has files that it does not name")
-    _check_places(path, specs, rows, regions, sizes)
+    paths, of, sizes = list(specs), rows["tensor"].astype(np.int64), np.array([size, *part_sizes], np.int64)
+    with access.naming_damage(path):
+        if len(rows) and (of.max() >= len(paths) or np.any(np.diff(of) < 0)):
+            raise ValueError("its table of extents is out of order")
+        nbytes = sum(spec.nbytes for spec in specs.values())
+        if nbytes >= _BEYOND_ANY_FILE or np.any(rows["byte_offset"] >= _BEYOND_ANY_FILE):
+            raise ValueError("it has sizes or places beyond any file")
+        try:
+            untiled = first_untiled(rows, [spec.numel for spec in specs.values()])
+        except TilingError as error:
+            raise ValueError(f"{paths[error.tensor]}: {error}" if error.tensor is not None else str(error)) from None
+        if untiled is not None:
+            raise ValueError(f"the runs of {paths[untiled]} do not tile it")
+        itemsizes = np.array([spec.itemsize for spec in specs.values()], np.int64)
+        lengths = rows["count"].astype(np.int64) * rows["numel"].astype(np.int64) * itemsizes[of]
+        if np.any(too_long := lengths > schema.BLOCK_BYTES):  # a reader reads rows whole to verify them
+            what = f"{paths[of[too_long][0]]} has an extent of {lengths[too_long][0]} bytes"
+            raise ValueError(f"{what}; there are {schema.BLOCK_BYTES} at most")
+        if len(rows) and rows["file"].max() >= len(sizes):
+            raise ValueError("its table of extents has files that it does not name")
+        ends = rows["byte_offset"].astype(np.int64) + schema.row_spans(rows) * itemsizes[of]
+        if np.any(beyond := ends > sizes[rows["file"]]):
+            tensor, file = paths[of[beyond][0]], int(rows["file"][beyond][0])
+            where = f"part {file}'s" if file else "the file's"
+            raise CheckpointCorruptError(f"{path}: truncated: {tensor} ends beyond {where} {sizes[file]} bytes")
+        _check_overlaps(rows, itemsizes, regions)
     edges = np.searchsorted(of, np.arange(len(paths) + 1)).tolist()
     return {name: (edges[index], edges[index + 1]) for index, name in enumerate(paths)}
 
 
-def _check_lengths(path: Path, specs: dict[str, TensorSpec], rows: np.ndarray) -> None:
-    """Raise if a row has more bytes than a block: a reader reads rows whole to verify them."""
-    itemsizes = np.array([spec.itemsize for spec in specs.values()], np.int64)
-    lengths = rows["count"].astype(np.int64) * rows["numel"].astype(np.int64) * itemsizes[rows["tensor"]]
-    long = np.flatnonzero(lengths > schema.BLOCK_BYTES)
-    if len(long):
-        name = list(specs)[rows["tensor"][long[0]]]
-        raise CheckpointCorruptError(
-            f"{path}: damaged: {name} has an extent of {lengths[long[0]]} bytes; there are {schema.BLOCK_BYTES} at most"
-        )
-
-
-_BEYOND_ANY_FILE = MOST_ELEMENTS
-"""Bytes. Sums of two of them are exact in int64."""
-
-
-def _check_places(
-    path: Path, specs: dict[str, TensorSpec], rows: np.ndarray, regions: list[tuple[int, int]], sizes: np.ndarray
-) -> None:
-    """Raise unless all elements are within their files, and no two byte ranges overlap."""
-    paths, itemsizes = list(specs), np.array([spec.itemsize for spec in specs.values()], np.int64)
-    ends = rows["byte_offset"].astype(np.int64) + schema.row_spans(rows) * itemsizes[rows["tensor"]]
-    beyond = np.flatnonzero(ends > sizes[rows["file"]])
-    if len(beyond):
-        tensor, file = paths[rows["tensor"][beyond[0]]], int(rows["file"][beyond[0]])
-        where = f"part {file}'s" if file else "the file's"
-        raise CheckpointCorruptError(f"{path}: truncated: {tensor} ends beyond {where} {sizes[file]} bytes")
+def _check_overlaps(rows: np.ndarray, itemsizes: np.ndarray, regions: list[tuple[int, int]]) -> None:
+    """Raise ValueError if byte ranges of a file overlap."""
     for file in np.unique(rows["file"]).tolist():
-        try:
-            begins, ends = elements_in(rows, itemsizes, file)
-        except TilingError as error:
-            raise CheckpointCorruptError(f"{path}: damaged: {error}") from None
+        begins, ends = elements_in(rows, itemsizes, file)
         if not file:
             begins = np.append(begins, [begin for begin, _ in regions])
             ends = np.append(ends, [end for _, end in regions])
             order = np.argsort(begins, kind="stable")
             begins, ends = begins[order], ends[order]
         if np.any(begins[1:] < ends[:-1]):
-            raise CheckpointCorruptError(f"{path}: damaged: two of its byte ranges overlap")
+            raise ValueError("two of its byte ranges overlap")
 
 
 def elements_in(rows: np.ndarray, itemsizes: np.ndarray, file: int) -> tuple[np.ndarray, np.ndarray]:
@@ -153,15 +107,6 @@ def elements_in(rows: np.ndarray, itemsizes: np.ndarray, file: int) -> tuple[np.
 
 
 @dataclass(frozen=True)
-class PartFile:
-    """A file next to the checkpoint that stores elements of tensors: its name, bytes, and the digest of its footer."""
-
-    name: str
-    nbytes: int
-    digest: int
-
-
-@dataclass(frozen=True)
 class CheckpointIndex:
     """Everything of a checkpoint but the tensors' elements.
 
@@ -177,7 +122,7 @@ class CheckpointIndex:
         footer: of the file.
         parts: files next to this one that store elements of tensors; number n in `extents` is the one at n - 1.
         state_dict: the places of a state dict's entries, as ``torch.distributed.checkpoint`` has saved it, see
-            ``dcp.entry_names.Entry``; None for a file that it did not write.
+            ``entry_names.StateEntry``; None for a file that it did not write.
     """
 
     info: CheckpointInfo
@@ -197,6 +142,11 @@ class CheckpointIndex:
     parts: tuple[PartFile, ...] = ()
     state_dict: list[dict[str, Any]] | None = None
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the parts, as HDF5 resolves it: that of the file itself, not of a link to it."""
+        return Path(os.path.realpath(self.info.path)).parent
+
     def resolve(self, path: str) -> TensorSpec:
         """Return the tensor under a path or an alias; raise KeyError without one."""
         return self.tensors[self.links.get(path, path)]
@@ -215,28 +165,26 @@ def open_index(path: str | os.PathLike[str]) -> CheckpointIndex:
         CheckpointCorruptError: it is no checkpoint, was never finished, or is damaged.
     """
     path = Path(path)
-    with open_file(path) as fd:
+    with access.open_file(path) as fd:
         return read_index(fd, path)
 
 
 def read_index(fd: int, path: Path) -> CheckpointIndex:
     """Read the index of an open file, see ``open_index``. HDF5 only parses bytes with a verified checksum."""
-    footer = read_file_footer(fd, path)
+    footer = access.read_file_footer(fd, path)
     try:
         if footer is None:
-            refuse_incomplete(fd, path)
-        with open_hdf5(fd, path, footer) as file:
-            version = check_kind(path, file)
-            if footer is None and not required_attribute(file, "committed", int):
-                raise CheckpointCorruptError(
-                    f"{path}: was never finished: its writer stopped before the commit mark"
-                ).of_kind("unfinished")
+            access.refuse_incomplete(fd, path)
+        with access.open_hdf5(fd, path, footer) as file:
+            version = stored.check_kind(path, file)
             if footer is None:
-                raise CheckpointCorruptError(
-                    f"{path}: damaged: the footer that ends a file of format {version} is missing"
-                )
-            with naming_damage(path):
-                budget = MemoryBudget.of_file(fd)
+                if stored.required_attribute(file, "committed", int):
+                    what = f"damaged: the footer that ends a file of format {version} is missing"
+                    raise CheckpointCorruptError(f"{path}: {what}")
+                what = "was never finished: its writer stopped before the commit mark"
+                raise CheckpointCorruptError(f"{path}: {what}").of_kind("unfinished")
+            with access.naming_damage(path):
+                budget = access.MemoryBudget.of_file(fd)
             return _read_checked(path, file, footer, budget)
     except CheckpointError:
         raise
@@ -245,38 +193,37 @@ def read_index(fd: int, path: Path) -> CheckpointIndex:
         raise CheckpointCorruptError(f"{path}: damaged: HDF5 cannot read it ({problem})") from error
 
 
-def _read_checked(path: Path, file: h5py.File, footer: Footer, budget: MemoryBudget) -> CheckpointIndex:
+def _read_checked(path: Path, file: h5py.File, footer: Footer, budget: access.MemoryBudget) -> CheckpointIndex:
     regions = [(begin, begin + nbytes) for begin, nbytes in footer.regions]
-    values = SmallDatasets(path, file, footer.file_bytes - packed_bytes(len(regions)), budget)
-    small = read_small(values)
-    specs = read_specs(small[schema.TENSORS], small[schema.SHAPES])
-    links = read_links(small[schema.LINKS], specs)
+    values = stored.SmallDatasets(path, file, footer.file_bytes - packed_bytes(len(regions)), budget)
+    small = stored.read_small(values)
+    specs = stored.read_specs(small[schema.TENSORS], small[schema.SHAPES])
+    links = stored.read_links(small[schema.LINKS], specs)
     rows = values.read(schema.EXTENTS, regions)
     if rows.ndim != 1 or rows.dtype != schema.EXTENT_DTYPE:
         raise ValueError(f"{schema.EXTENTS} is no table of extents")
-    parts = tuple(PartFile(*part) for part in read_parts(values, regions))
+    parts = stored.read_parts(values, regions)
     used = merge_ranges([*regions, *values.places])
     first_rows = check_extents(path, specs, rows, used, footer.file_bytes, [part.nbytes for part in parts])
-    extra, config = read_extra(small, schema.EXTRA_VALUES), read_json(small, schema.CONFIG)
-    groups, scalars, state_dict = (
-        read_json(small, name) if name in small else None
-        for name in (schema.PARAM_GROUPS, schema.OPTIM_SCALARS, schema.STATE_DICT)
-    )
-    types, group_types = (read_json(small, n) if n in small else [] for n in (schema.EXTRA_TYPES, schema.GROUP_TYPES))
-    states = read_extra(small, schema.MODULE_STATES) if schema.MODULE_STATES in small else {}
+    extra, config = stored.read_extra(small, schema.EXTRA_VALUES), stored.read_json(small, schema.CONFIG)
+    of_optimizer = schema.PARAM_GROUPS, schema.OPTIM_SCALARS, schema.STATE_DICT
+    groups, scalars, state_dict = (stored.read_json(small, n) if n in small else None for n in of_optimizer)
+    of_types = schema.EXTRA_TYPES, schema.GROUP_TYPES
+    types, group_types = (stored.read_json(small, n) if n in small else [] for n in of_types)
+    states = stored.read_extra(small, schema.MODULE_STATES) if schema.MODULE_STATES in small else {}
     if config is not None:
-        check_type(config, dict, schema.CONFIG)
-    check_optimizer(groups, scalars, named=schema.STATE_DICT not in small)
+        stored.check_type(config, dict, schema.CONFIG)
+    stored.check_optimizer(groups, scalars, named=schema.STATE_DICT not in small)
     groups = join_arrays(groups, {})
-    check_types(extra, types, schema.EXTRA_VALUES)
-    check_types(groups, group_types, schema.PARAM_GROUPS)
-    check_module_states(states)
+    stored.check_types(extra, types, schema.EXTRA_VALUES)
+    stored.check_types(groups, group_types, schema.PARAM_GROUPS)
+    stored.check_module_states(states)
     if schema.STATE_DICT in small:
         by_kind = {names.GROUP: groups, names.SCALAR: scalars, names.EXTRA: extra}
-        check_entries(state_dict, {**specs, **links}, by_kind)
-    attributes = {name: required_attribute(file, name, int) for name in ("step", "world_size")}
-    texts = ("date", "software_version", "format_version")
-    attributes |= {name: required_attribute(file, name, attribute_text) for name in texts}
+        stored.check_entries(state_dict, {**specs, **links}, by_kind)
+    texts = dict.fromkeys(("date", "software_version", "format_version"), stored.attribute_text)
+    kinds: dict[str, Any] = {"step": int, "world_size": int, **texts}
+    attributes = {name: stored.required_attribute(file, name, kind) for name, kind in kinds.items()}
     info = CheckpointInfo(path=path, **attributes, extra=from_plain(extra, types), config=config)
     return CheckpointIndex(
         info=info,
@@ -288,7 +235,7 @@ def _read_checked(path: Path, file: h5py.File, footer: Footer, budget: MemoryBud
         scalars=scalars,
         rng={name.rsplit("/", 1)[1]: value for name, value in small.items() if name.startswith(f"{schema.RNG}/")},
         first_rows=first_rows,
-        metrics=read_metrics(small),
+        metrics=stored.read_metrics(small),
         extra=extra,
         module_states=states,
         footer=footer,

@@ -33,34 +33,23 @@ _KEPT = 2
 
 @dataclass(frozen=True)
 class VirtualSource:
-    """A part of a tensor that another file stores.
+    """A part of a tensor that another file stores in a 1-D dataset, under the tensor's path."""
 
-    Attributes:
-        file: its name, next to this one. It has a 1-D dataset under the tensor's path.
-        runs: (first element, end) of the tensor, ascending: the dataset contains them one after the other.
-    """
-
-    file: str
-    runs: tuple[tuple[int, int], ...]
+    file: str  # its name, next to this one
+    runs: tuple[
+        tuple[int, int], ...
+    ]  # (first element, end) of the tensor, ascending, one after the other in the dataset
 
 
 @dataclass(frozen=True)
 class MetadataImage:
-    """The bytes of a file around those of its tensors.
+    """The bytes of a file around those of its tensors."""
 
-    Attributes:
-        offsets: by tensor, its first byte; 0 for one without elements, or in other files.
-        regions: (first byte, bytes), ascending: everything but tensors and the tables of extents and files.
-        table: first byte of the table of extents.
-        data_end: end of HDF5's part of the file.
-        files: first byte of the table of other files; 0 without it.
-    """
-
-    offsets: tuple[int, ...]
-    regions: tuple[tuple[int, bytes], ...]
-    table: int
-    data_end: int
-    files: int = 0
+    offsets: tuple[int, ...]  # by tensor, its first byte; 0 for one without elements, or in other files
+    regions: tuple[tuple[int, bytes], ...]  # (first byte, bytes), ascending: all but tensors, table of extents, `files`
+    table: int  # first byte of the table of extents
+    data_end: int  # end of HDF5's part of the file
+    files: int = 0  # first byte of the table of other files; 0 without it
 
     @property
     def nbytes(self) -> int:
@@ -69,10 +58,8 @@ class MetadataImage:
 
     def with_footer(self, rows: np.ndarray, files: np.ndarray | None = None) -> tuple[list[tuple[int, bytes]], Footer]:
         """Return all regions, (first byte, bytes), with the tables of extents and of other files, and the footer."""
-        tables = [(self.table, rows.tobytes())]
-        if files is not None:
-            tables.append((self.files, files.tobytes()))
-        regions = sorted([*self.regions, *tables])
+        tables = [(self.table, rows)] if files is None else [(self.table, rows), (self.files, files)]
+        regions = sorted([*self.regions, *((begin, table.tobytes()) for begin, table in tables)])
         return regions, make_footer(regions, self.data_end)
 
 
@@ -86,16 +73,11 @@ def build_metadata_image(
     sources: Mapping[int, Sequence[VirtualSource]] | None = None,
     file_names: Sequence[str] = (),
 ) -> MetadataImage:
-    """Have HDF5 lay a file out.
+    """Have HDF5 lay a file out, with `links` (alias, path of the tensor), and `attributes` of the root group.
 
-    Args:
-        links: (alias, path of the tensor).
-        num_extents: rows of the table of extents.
-        attributes: of the root group: numbers and strings.
-        small: further datasets by path: arrays, or ASCII text as bytes. They follow the tensors, so that the places of
-            tensors and of the table do not depend on them.
-        sources: parts of the tensors, by their numbers, that other files store whole; these become virtual datasets.
-        file_names: rows of the table of other files.
+    `small` are further datasets by path: arrays, or ASCII text as bytes. They follow the tensors, so that the places of
+    tensors and tables do not depend on them. `sources` are parts of tensors, by number, that other files store whole,
+    for virtual datasets; `file_names` are the rows of the table of these files.
     """
     values = {"format": schema.FORMAT, "format_version": schema.FORMAT_VERSION, "about": schema.ABOUT, **attributes}
     marks = {name: np.asarray(np.bytes_(value) if isinstance(value, str) else value) for name, value in values.items()}
@@ -117,26 +99,22 @@ def build_metadata_image(
         _create_groups(file, set(base.groups), small)
         for path, value in small.items():
             _write(file, path, np.bytes_(value) if isinstance(value, bytes) else np.asarray(value))
-        _mark_metrics(file, small)
+        groups = (path.rpartition("/")[0] for path in small)
+        for group in dict.fromkeys(group for group in groups if group.rpartition("/")[0] == schema.METRICS):
+            for name, value in schema.METRIC_ATTRIBUTES.items():  # NeXus plots, which viewers draw by themselves
+                file[group].attrs[name] = np.bytes_(value)
     return MetadataImage(base.offsets, tuple(_regions(image, base.elsewhere)), base.table, image.nbytes, base.files)
 
 
 @dataclass(frozen=True)
 class _Base:
-    """A shared, read-only file without the values that change from save to save.
-
-    Attributes:
-        image: the file, with zeros for the values of attributes.
-        offsets, table, files: as in ``MetadataImage``.
-        elsewhere: (first byte, number of bytes) outside of the regions, ascending.
-        groups: that exist.
-    """
+    """A shared, read-only file with zeros for the values that change from save to save; see ``MetadataImage``."""
 
     image: SparseImage
     offsets: tuple[int, ...]
     table: int
     files: int
-    elsewhere: tuple[tuple[int, int], ...]
+    elsewhere: tuple[tuple[int, int], ...]  # (first byte, number of bytes) outside of the regions, ascending
     groups: frozenset[str]
 
 
@@ -150,10 +128,7 @@ def _base_of(
     num_files: int,
     longest_name: int,
 ) -> _Base:
-    """Lay out everything that depends on these arguments alone.
-
-    `marks` are the root group's attributes: name, dtype, shape.
-    """
+    """Lay out what depends on these arguments alone; `marks` are the root group's attributes: name, dtype, shape."""
     image, sources_of = SparseImage(), dict(sources)
     with _opened(image, "w") as file:
         for name, dtype, shape in marks:
@@ -173,7 +148,7 @@ def _base_of(
             file[path] = file[path_in_file]
         for name, value in tables.items():
             _write(file, name, value)
-        row, file_row = schema.EXTENT_DTYPE, schema.file_table_dtype(longest_name)
+        row, file_row = schema.EXTENT_DTYPE, schema.table_dtype(schema.FILES, longest_name)
         kind, file_kind = h5py.h5t.py_create(row), h5py.h5t.py_create(file_row)
         table = _create(file, schema.EXTENTS, kind, (num_extents,))
         names = _create(file, schema.FILES, file_kind, (num_files,)) if num_files else None
@@ -186,10 +161,9 @@ def _base_of(
             dtype, shape = specs[index].dtype, specs[index].shape
             # Opened once more: HDF5 keeps 13 KiB for each dataset that stays open.
             tensor = h5py.h5d.open(file.id, specs[index].path.encode())
-            offsets[index] = _allocate(tensor, _type_of(dtype), shape, schema.numpy_dtype(dtype))
+            offsets[index] = _allocate(tensor, schema.hdf5_type(dtype), shape, schema.numpy_dtype(dtype))
     elsewhere = [(offsets[index], specs[index].nbytes) for index in here]
-    elsewhere.append((table_offset, num_extents * row.itemsize))
-    elsewhere.append((files_offset, num_files * file_row.itemsize))
+    elsewhere += [(table_offset, num_extents * row.itemsize), (files_offset, num_files * file_row.itemsize)]
     elsewhere = sorted(place for place in elsewhere if place[1])
     return _Base(image, tuple(offsets), table_offset, files_offset, tuple(elsewhere), frozenset(groups))
 
@@ -216,31 +190,21 @@ def _group_layout() -> h5py.h5p.PropGCID:
 
 def _tables(specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]]) -> dict[str, np.ndarray]:
     paths = [spec.path.encode() for spec in specs]
-    tensors = np.zeros(len(specs), schema.tensor_table_dtype(max(map(len, paths), default=0)))
+    tensors = np.zeros(len(specs), schema.table_dtype(schema.TENSORS, max(map(len, paths), default=0)))
     tensors["path"], tensors["dtype"] = paths, [spec.dtype.encode() for spec in specs]
     tensors["ndim"] = [len(spec.shape) for spec in specs]
     tensors["first_dim"] = np.cumsum(tensors["ndim"]) - tensors["ndim"]
     sizes = np.array([size for spec in specs for size in spec.shape], "<u8")
     places = {spec.path: place for place, spec in enumerate(specs)}
-    aliases = np.zeros(len(links), schema.link_table_dtype(max((len(path.encode()) for path, _ in links), default=0)))
-    aliases["path"] = [path.encode() for path, _ in links]
+    paths = [path.encode() for path, _ in links]
+    aliases = np.zeros(len(links), schema.table_dtype(schema.LINKS, max(map(len, paths), default=0)))
+    aliases["path"] = paths
     aliases["tensor"] = [places[of] for _, of in links]
     return {schema.TENSORS: tensors, schema.SHAPES: sizes, schema.LINKS: aliases}
 
 
-def _mark_metrics(file: h5py.File, paths: Iterable[str]) -> None:
-    """Mark metrics as NeXus plots, which viewers draw by themselves."""
-    groups = (path.rpartition("/")[0] for path in paths)
-    for group in dict.fromkeys(group for group in groups if group.rpartition("/")[0] == schema.METRICS):
-        for name, value in schema.METRIC_ATTRIBUTES.items():
-            file[group].attrs[name] = np.bytes_(value)
-
-
 def _create_groups(file: h5py.File, known: set[str], paths: Iterable[str]) -> None:
-    """Make the parent groups of these paths, except `known` ones.
-
-    Groups that HDF5 makes implicitly would record times.
-    """
+    """Make the parent groups of these paths, except `known` ones: those that HDF5 makes itself would record times."""
     layout = _group_layout()
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
@@ -255,22 +219,15 @@ def _create_groups(file: h5py.File, known: set[str], paths: Iterable[str]) -> No
 
 def _create_tensor(file: h5py.File, spec: TensorSpec, sources: Sequence[VirtualSource]) -> None:
     if len(spec.shape) > schema.MOST_DIMENSIONS:
-        raise CheckpointError(
-            f"{spec.path} has {len(spec.shape)} dimensions; HDF5 has {schema.MOST_DIMENSIONS} at most: reshape it"
-        )
-    dataset = _create(file, spec.path, _type_of(spec.dtype), spec.shape, sources)
+        what = f"{spec.path} has {len(spec.shape)} dimensions; HDF5 has {schema.MOST_DIMENSIONS} at most: reshape it"
+        raise CheckpointError(what)
+    dataset = _create(file, spec.path, schema.hdf5_type(spec.dtype), spec.shape, sources)
     if schema.needs_mark(spec.dtype):
         mark, kind, scalar = _mark(spec.dtype)
         h5py.h5a.create(dataset, schema.DTYPE_ATTRIBUTE.encode(), kind, scalar).write(mark, kind)
 
 
 # Most of thousands of tensors are alike: HDF5's objects for them are made once.
-
-
-@functools.cache
-def _type_of(dtype: str) -> h5py.h5t.TypeID:
-    """Return the HDF5 type of a tensor's elements, by torch's name."""
-    return schema.hdf5_type(dtype)
 
 
 @functools.cache
@@ -283,10 +240,6 @@ def _mark(dtype: str) -> tuple[np.ndarray, h5py.h5t.TypeID, h5py.h5s.SpaceID]:
 @functools.cache
 def _contiguous() -> h5py.h5p.PropDCID:
     """Return the creation properties of a contiguous dataset."""
-    return _layout()
-
-
-def _layout() -> h5py.h5p.PropDCID:
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     layout.set_layout(h5py.h5d.CONTIGUOUS)
     layout.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
@@ -304,12 +257,6 @@ def _link() -> h5py.h5p.PropLCID:
     return link
 
 
-@functools.cache
-def _one() -> h5py.h5s.SpaceID:
-    """Return the space of one element."""
-    return h5py.h5s.create_simple((1,))
-
-
 @functools.lru_cache(maxsize=64)
 def _first(shape: tuple[int, ...]) -> h5py.h5s.SpaceID:
     """Return the first element of datasets of a shape."""
@@ -317,12 +264,6 @@ def _first(shape: tuple[int, ...]) -> h5py.h5s.SpaceID:
     if shape:
         space.select_hyperslab((0,) * len(shape), (1,) * len(shape))
     return space
-
-
-@functools.lru_cache(maxsize=64)
-def _zero(dtype: np.dtype) -> np.ndarray:
-    """Return one element."""
-    return np.zeros(1, dtype)
 
 
 def _write(file: h5py.File, path: str, value: np.ndarray) -> None:
@@ -334,26 +275,21 @@ def _write(file: h5py.File, path: str, value: np.ndarray) -> None:
 def _create(
     file: h5py.File, path: str, kind: h5py.h5t.TypeID, shape: tuple[int, ...], sources: Sequence[VirtualSource] = ()
 ) -> h5py.h5d.DatasetID:
-    layout = _layout() if sources else _contiguous()
-    for source in sources:
-        _map(layout, path, shape, source)
+    layout = _contiguous().copy() if sources else _contiguous()
+    for source in sources:  # maps runs of a virtual dataset to another file
+        length = sum(end - begin for begin, end in source.runs)
+        here, there, done = h5py.h5s.create_simple(shape), h5py.h5s.create_simple((length,)), 0
+        for box in joined_boxes(shape, source.runs):
+            # A mapping for each box: HDF5 1.10 writes regular selections alone with numbers of 64 bits.
+            select(here, [box])
+            select(there, [Box((done,), (box.numel,))])
+            layout.set_virtual(here, source.file.encode(), f"/{path}".encode(), there)
+            done += box.numel
     return h5py.h5d.create(file.id, path.encode(), kind, _space(shape), layout, _link())
 
 
 def _space(shape: tuple[int, ...]) -> h5py.h5s.SpaceID:
     return h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
-
-
-def _map(layout: h5py.h5p.PropDCID, path: str, shape: tuple[int, ...], source: VirtualSource) -> None:
-    """Map runs of a virtual dataset to another file."""
-    length = sum(end - begin for begin, end in source.runs)
-    here, there, done = h5py.h5s.create_simple(shape), h5py.h5s.create_simple((length,)), 0
-    for box in joined_boxes(shape, source.runs):
-        # A mapping for each box: HDF5 1.10 writes regular selections alone with numbers of 64 bits.
-        select(here, [box])
-        select(there, [Box((done,), (box.numel,))])
-        layout.set_virtual(here, source.file.encode(), f"/{path}".encode(), there)
-        done += box.numel
 
 
 def select(space: h5py.h5s.SpaceID, boxes: Iterable[Box]) -> None:
@@ -364,13 +300,11 @@ def select(space: h5py.h5s.SpaceID, boxes: Iterable[Box]) -> None:
 
 
 def _allocate(dataset: h5py.h5d.DatasetID, kind: h5py.h5t.TypeID, shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """Allocate a dataset's storage by writing one element, for which HDF5 has no other call; return its first byte.
-
-    `dtype` is numpy's dtype of the element size. Nothing is converted: numpy has no bfloat16.
-    """
+    """Allocate a dataset's storage by writing one element, for which HDF5 has no other call; return its first byte."""
+    # Nothing is converted, only the sizes of `kind` and `dtype` are equal: numpy has no bfloat16.
     if 0 in shape:
         return 0
-    dataset.write(_one(), _first(shape), _zero(dtype), kind)
+    dataset.write(_first((1,)), _first(shape), np.zeros(1, dtype), kind)
     return dataset.get_offset()
 
 

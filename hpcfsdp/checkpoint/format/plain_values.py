@@ -27,7 +27,7 @@ _ALLOWED = "numbers, strings, lists, tuples, dicts, bytes, arrays or tensors"
 
 
 def to_plain(name: str, value: Any) -> tuple[Any, Types]:
-    """Return a value of JSON's types and arrays, which stand for those of all other types, and the places of these.
+    """Return a value of JSON's types and arrays, and the places of those that stand for other types.
 
     Raise CheckpointError for a value that would not come back as it was, with `name` and the place in the value.
     """
@@ -97,7 +97,7 @@ def _form_of(item: Any, where: str) -> tuple[str, Any]:
         name, form = f"numpy {item.dtype.name}", item.item()
     elif torch and kind in (torch.Tensor, torch.nn.Parameter):
         dtype = str(item.dtype).removeprefix("torch.")
-        name, form = f"tensor {dtype}" if dtype in _WITHOUT_NUMPY else "tensor", _array_of(item, where)
+        name, form = f"tensor {dtype}" if dtype in schema.WITHOUT_NUMPY else "tensor", _array_of(item, where)
     else:
         plain = next((f"{base.__name__}(...) of it" for base in _BASES if isinstance(item, base)), _ALLOWED)
         raise CheckpointError(
@@ -114,7 +114,7 @@ def _array_of(tensor: Any, where: str) -> np.ndarray:
         if values.dtype is torch.bfloat16:
             bits = values.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
             return np.asarray(bits << 16, np.uint32).view(np.float32)
-        if str(values.dtype).removeprefix("torch.") in _WITHOUT_NUMPY:
+        if str(values.dtype).removeprefix("torch.") in schema.WITHOUT_NUMPY:
             values = values.view(torch.uint8)
         return np.asarray(values.numpy())
     except (TypeError, NotImplementedError, RuntimeError) as error:
@@ -138,8 +138,6 @@ _FACTORIES = {"None": None, **{kind.__name__: kind for kind in (bool, int, float
 _NUMBERS = {"bool", "float16", "float32", "float64", *(f"{sign}int{8 << n}" for sign in ("", "u") for n in range(4))}
 """Scalars of NumPy that are numbers in JSON."""
 
-_WITHOUT_NUMPY = {"bfloat16", *(f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"))}
-
 _TYPES: dict[str, tuple[Any, Collection[str], Callable[[Any, str], Any]]] = {
     "tuple": (list, ("",), lambda form, _: tuple(form)),
     "Counter": (dict, ("",), lambda form, _: Counter(form)),
@@ -148,7 +146,7 @@ _TYPES: dict[str, tuple[Any, Collection[str], Callable[[Any, str], Any]]] = {
     "numpy": ((bool, int, float), _NUMBERS, lambda form, name: np.dtype(name).type(form)),
     "bytes": (np.ndarray, ("",), lambda form, _: form.tobytes()),
     "bytearray": (np.ndarray, ("",), lambda form, _: bytearray(form.tobytes())),
-    "tensor": (np.ndarray, {"", *_WITHOUT_NUMPY}, _tensor_of),
+    "tensor": (np.ndarray, {"", *schema.WITHOUT_NUMPY}, _tensor_of),
 }
 """The form of a type, the details that it may have, and how a value is made of form and detail."""
 
@@ -158,11 +156,7 @@ _ITEMS_KEY = "__items__"
 
 
 def split_arrays(value: Any, first: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
-    """Return JSON-ready `value` with references in place of arrays, and the arrays by name, numbered from `first`.
-
-    Args:
-        value: as ``plain_values.to_plain`` gives it.
-    """
+    """Return a value of ``to_plain`` with references in place of arrays, and the arrays, by number from `first` on."""
     arrays: dict[str, np.ndarray] = {}
 
     def visit(item: Any) -> Any:
@@ -204,12 +198,9 @@ def leaves_of(name: str, value: Any, arrays: Mapping[str, np.ndarray]) -> dict[s
             array = arrays[item[_ARRAY_KEY]]
             digest = schema.checksum(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
             found[place] = f"an array {list(array.shape)} of {array.dtype}, checksum {digest:016x}"
-        elif isinstance(item, dict) and item:
-            for key, entry in item.items():
+        elif isinstance(item, (dict, list, tuple)) and item:
+            for key, entry in item.items() if isinstance(item, dict) else enumerate(item):
                 visit(entry, f"{place}[{key!r}]")
-        elif isinstance(item, (list, tuple)) and item:
-            for index, entry in enumerate(item):
-                visit(entry, f"{place}[{index}]")
         else:
             found[place] = repr(item)
 

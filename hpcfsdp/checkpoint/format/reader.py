@@ -4,65 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
+from collections import namedtuple
 from collections.abc import Hashable, Iterable, Iterator
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.access import naming_damage, open_file, read_file_footer
 from hpcfsdp.checkpoint.format.disk import reason
-from hpcfsdp.checkpoint.format.index import CheckpointIndex, PartFile
+from hpcfsdp.checkpoint.format.index import CheckpointIndex
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
-_KEPT_BYTES = 64 << 20
-"""Most bytes of rows that a reader keeps, to give parts of them, unless one alone has more."""
-
-_OPEN_PARTS = 64
-"""Most parts of a checkpoint that are open at a time: it may have one for each of a thousand nodes."""
-
+_KEPT_BYTES = 64 << 20  # most bytes of rows that a reader keeps, to give parts of them, unless one alone has more
+_OPEN_PARTS = 64  # most parts of a checkpoint that are open at a time: it may have one for each of a thousand nodes
 _AT_ONCE_BYTES = 1 << 20
 """Most bytes of several rows that are read in one go to be checked: they stay in the cache of a core until they are."""
 
 _CHUNK_BYTES = 256 << 10
 """Bytes that are read, and added to a checksum, at a time: they are in the cache of a core when it is computed."""
 
-_FEW_ROWS = 64
-"""So many rows of a tensor are looked through one by one: numpy would take longer."""
-
-_ROWS_AT_ONCE = 4096
-"""Rows that are Python tuples at a time, which take seven times as much memory."""
-
+_FEW_ROWS = 64  # so many rows of a tensor are looked through one by one: numpy would take longer
+_ROWS_AT_ONCE = 4096  # rows that are Python tuples at a time, which take seven times as much memory
 _LONG_RUN_BYTES = 64 << 10
 _SPAN_BYTES = 8 << 20
 
-_RUNS_BYTES = 16 << 20
-"""Most bytes of a range that is read for several runs in it."""
-
-_GAP_BYTES = 1 << 20
-"""Reading a gap of so many bytes between two runs costs about as much as beginning another read."""
+_RUNS_BYTES = 16 << 20  # most bytes of a range that is read for several runs in it
+_GAP_BYTES = 1 << 20  # reading a gap of so many bytes between two runs costs about as much as beginning another read
 
 
-class _Extent(NamedTuple):
-    """A row of the table of extents, see ``schema.EXTENT_DTYPE``. To read a field of a numpy row costs far more."""
-
-    tensor: int
-    rank: int
-    file: int
-    count: int
-    start: int
-    numel: int
-    stride: int
-    byte_offset: int
-    checksum: int
-
-    @property
-    def end(self) -> int:
-        """After the last of its elements."""
-        return self.start + (self.count - 1) * self.stride + self.numel
+_Extent = namedtuple("_Extent", schema.EXTENT_DTYPE.names)
+"""A row of the table of extents. To read a field of a numpy row costs far more."""
 
 
 class BlockReader:
@@ -87,7 +60,7 @@ class BlockReader:
 
     def __exit__(self, *_: object) -> None:
         while self._parts:
-            self._close_oldest_part()
+            self._parts.popitem()[1][1].close()
         self._stack.close()
 
     def check_part(self, number: int) -> None:
@@ -96,28 +69,29 @@ class BlockReader:
         Raise CheckpointCorruptError if it is missing, damaged, or of another checkpoint, CheckpointError if it cannot
         be opened, CheckpointReplacedError if the checkpoint has been replaced.
         """
-        if number not in self._parts:
-            part = self._index.parts[number - 1]
-            path = Path(os.path.realpath(self.path)).parent / part.name
-            try:
-                with contextlib.ExitStack() as stack:
-                    fd = stack.enter_context(open_file(path))
-                    _check_part(self.path, part, path, fd)
-                    self._parts[number] = fd, stack.pop_all()
-                if len(self._parts) > _OPEN_PARTS:
-                    self._close_oldest_part()
-            except CheckpointError as error:
-                with open_file(self.path, self._index.footer):
-                    pass  # it has not been replaced
-                if path.exists():
-                    raise
-                raise CheckpointCorruptError(
-                    f"{self.path}: {part.name}, which has a part of its tensors, is not next to it"
-                ) from error
-
-    def _close_oldest_part(self) -> None:
-        _, stack = self._parts.pop(next(iter(self._parts)))
-        stack.close()
+        if number in self._parts:
+            return
+        part = self._index.parts[number - 1]
+        path, master = self._index.folder / part.name, self.path.name
+        try:
+            with contextlib.ExitStack() as stack:
+                fd = stack.enter_context(open_file(path))
+                if (size := disk.size(fd)) < part.nbytes:
+                    what = f"truncated: {master} knows it with {part.nbytes} bytes, not {size}"
+                    raise CheckpointCorruptError(f"{path}: {what}")
+                footer = read_file_footer(fd, path)
+                if footer is None or (size, footer.digest) != (part.nbytes, part.digest):
+                    raise CheckpointCorruptError(f"{path}: damaged, or not the part that {master} was written with")
+                self._parts[number] = fd, stack.pop_all()
+            if len(self._parts) > _OPEN_PARTS:
+                self._parts.pop(next(iter(self._parts)))[1].close()
+        except CheckpointError as error:
+            with open_file(self.path, self._index.footer):
+                pass  # it has not been replaced
+            if path.exists():
+                raise
+            what = f"{part.name}, which has a part of its tensors, is not next to it"
+            raise CheckpointCorruptError(f"{self.path}: {what}") from error
 
     def read(self, path: str, start: int, numel: int) -> np.ndarray:
         """Return elements `start` to `start + numel` of a tensor, 1-D, in ``schema.numpy_dtype`` of its dtype.
@@ -125,25 +99,19 @@ class BlockReader:
         Raise ValueError for elements outside of the tensor, CheckpointCorruptError for a wrong checksum.
         """
         output = np.empty(numel, dtype=schema.numpy_dtype(self._index.resolve(path).dtype))
-        self.read_into(path, start, output)
+        self.read_all([(path, start, output)])
         return output
 
-    def read_into(self, path: str, start: int, output: np.ndarray) -> None:
-        """As ``read``, into 1-D contiguous memory of that dtype."""
-        self.read_all([(path, start, output)])
-
     def read_all(self, wanted: Iterable[tuple[str, int, np.ndarray]]) -> None:
-        """As ``read_into`` for each path, start and output.
-
-        All rows are looked up before the first is read: data that flows through the caches drives everything else out.
-        """
+        """As ``read`` for each path and start, into 1-D contiguous memory of that dtype."""
+        # All rows are looked up before the first is read: data that flows through the caches drives all else out.
         found = [(self._overlapping(path, start, len(output)), start, output) for path, start, output in wanted]
         for (spec, rows), start, output in found:
             for row in rows:
                 self._read_extent(spec, row, start, output)
 
     def read_runs(self, path: str, starts: np.ndarray, output: np.ndarray) -> None:
-        """As ``read_into``, for runs of one length from each of `starts` on, ascending. Close runs share a read."""
+        """As ``read_all``, for runs of one length from each of `starts` on, ascending. Close runs share a read."""
         if not len(output):
             return
         numel = len(output) // len(starts)
@@ -156,7 +124,7 @@ class BlockReader:
                 stop = max(stop, first + 1)
                 begin, target = int(starts[first]), output[first * numel : stop * numel]
                 if stop - first == 1:
-                    self.read_into(path, begin, target)
+                    self.read_all([(path, begin, target)])
                 else:
                     values = self.read(path, begin, int(starts[stop - 1]) + numel - begin)
                     runs = np.lib.stride_tricks.sliding_window_view(values, numel)
@@ -164,28 +132,26 @@ class BlockReader:
                 first = stop
 
     def check_rows(self, places: np.ndarray) -> None:
-        """Verify rows of the table of extents, by their places in it; raise as ``read``.
-
-        Best in the order of the file.
-        """
+        """Verify rows of the table of extents, by their places in it, best in the file's order; raise as ``read``."""
         specs = list(self._index.tensors.values())
         parts = (places[begin : begin + _ROWS_AT_ONCE] for begin in range(0, len(places), _ROWS_AT_ONCE))
         rows = (_Extent._make(row) for part in parts for row in self._index.extents[part].tolist())
         for group in _group_rows((specs[row.tensor], row) for row in rows):
             spec, row = group[0]
             if row.count > 1:
-                self._check(spec, row, self._runs(spec, row))
-                continue
-            if len(group) == 1:
-                self._read_through(spec, row)
+                self._compare(spec, row, schema.checksum(self._runs(spec, row)))
                 continue
             sizes = [row.numel * spec.itemsize for spec, row in group]
-            if len(self._scratch) < sum(sizes):
-                self._scratch = np.empty(sum(sizes), np.uint8)
-            self._fill(spec, row, self._scratch[: sum(sizes)])
+            room = sum(sizes) if len(group) > 1 else min(_CHUNK_BYTES, *sizes)
+            if len(self._scratch) < room:
+                self._scratch = np.empty(max(room, _CHUNK_BYTES), np.uint8)
+            if len(group) == 1:
+                self._read_checked(spec, row, self._scratch[:room])
+                continue
+            self._fill(spec, row, self._scratch[:room])
             end = 0
             for (spec, row), nbytes in zip(group, sizes, strict=True):
-                self._check(spec, row, self._scratch[end : end + nbytes])
+                self._compare(spec, row, schema.checksum(self._scratch[end : end + nbytes]))
                 end += nbytes
 
     def place(self) -> Hashable:
@@ -204,7 +170,8 @@ class BlockReader:
         if len(rows) > _FEW_ROWS:
             rows = rows[: np.searchsorted(rows["start"], np.uint64(end))]
             rows = rows[rows["start"].astype(np.int64) + schema.row_spans(rows) > start]
-        return spec, [row for row in map(_Extent._make, rows.tolist()) if row.start < end and row.end > start]
+        found = map(_Extent._make, rows.tolist())
+        return spec, [r for r in found if r.start < end and r.start + (r.count - 1) * r.stride + r.numel > start]
 
     def blocks(self, path: str) -> Iterator[np.ndarray]:
         """Yield all elements of a tensor in row-major order, in blocks."""
@@ -223,7 +190,7 @@ class BlockReader:
                 self._fill(spec, row, target, (low - first) * spec.itemsize)
                 return
             if len(target) == numel:
-                self._fill_checked(spec, row, target)
+                self._read_checked(spec, row, target)
             else:
                 target[:] = self._whole(spec, row)[0][low - first : high - first]
             return
@@ -239,7 +206,7 @@ class BlockReader:
         if place not in self._rows:
             runs = self._runs(spec, row)
             if self._verify:
-                self._check(spec, row, runs)
+                self._compare(spec, row, schema.checksum(runs))
             while self._rows and self._kept_bytes + runs.nbytes > _KEPT_BYTES:
                 self._kept_bytes -= self._rows.pop(next(iter(self._rows))).nbytes
             self._rows[place] = runs
@@ -260,66 +227,36 @@ class BlockReader:
             some[:] = np.lib.stride_tricks.as_strided(span, some.shape, strides)
         return runs
 
-    def _fill_checked(self, spec: TensorSpec, row: _Extent, target: np.ndarray) -> None:
-        """Read all elements of a row of a single run, and verify them while they are in the cache."""
-        data = memoryview(target).cast("B")
-        self._read_checked(spec, row, (data[i : i + _CHUNK_BYTES] for i in range(0, len(data), _CHUNK_BYTES)))
+    def _read_checked(self, spec: TensorSpec, row: _Extent, target: np.ndarray) -> None:
+        """Read a row of a single run, all of it or one chunk after the other as `target` has room, and verify it."""
+        found, nbytes, data = xxhash.xxh3_64(), row.numel * spec.itemsize, memoryview(target).cast("B")
+        for away in range(0, nbytes, _CHUNK_BYTES):
+            first = away if len(data) == nbytes else 0
+            chunk = data[first : first + min(_CHUNK_BYTES, nbytes - away)]
+            self._fill(spec, row, chunk, away)
+            found.update(chunk)
+        self._compare(spec, row, found.intdigest())
 
-    def _read_through(self, spec: TensorSpec, row: _Extent) -> None:
-        """Check the same, and keep nothing."""
-        nbytes = row.numel * spec.itemsize
-        if len(self._scratch) < min(_CHUNK_BYTES, nbytes):
-            self._scratch = np.empty(_CHUNK_BYTES, np.uint8)
-        data = memoryview(self._scratch)
-        self._read_checked(spec, row, (data[: min(_CHUNK_BYTES, nbytes - i)] for i in range(0, nbytes, _CHUNK_BYTES)))
-
-    def _read_checked(self, spec: TensorSpec, row: _Extent, chunks: Iterable[memoryview]) -> None:
-        """Read a row of a single run into one chunk of memory after the other, and verify it."""
-        found, offset = schema.Checksum(), row.byte_offset
-        fd, read = self._descriptor(row), disk.read
-        try:
-            for chunk in chunks:
-                if read(fd, chunk, offset) < len(chunk):
-                    raise self._too_short(spec)
-                found.add(chunk)
-                offset += len(chunk)
-        except OSError as error:
-            raise self._cannot_read(spec, error) from error
-        self._compare(row, spec, found.value)
-
-    def _fill(self, spec: TensorSpec, row: _Extent, target: np.ndarray, away: int = 0) -> None:
+    def _fill(self, spec: TensorSpec, row: _Extent, target: np.ndarray | memoryview, away: int = 0) -> None:
         """Read a row's bytes, from `away` bytes behind its first element on."""
-        fd = self._descriptor(row)
+        if row.file:
+            self.check_part(row.file)
+        fd = self._parts[row.file][0] if row.file else self._fd
         try:
             got = disk.read(fd, memoryview(target).cast("B"), row.byte_offset + away)
         except OSError as error:
-            raise self._cannot_read(spec, error) from error
+            raise CheckpointError(f"{self.path}: cannot read {spec.path}: {reason(error)}") from error
         if got < target.nbytes:
-            raise self._too_short(spec)
+            raise CheckpointCorruptError(f"{self.path}: ends in the middle of {spec.path}")
 
-    def _descriptor(self, row: _Extent) -> int:
-        """Of the file that has the row's bytes."""
-        if not row.file:
-            return self._fd
-        self.check_part(row.file)
-        return self._parts[row.file][0]
-
-    def _cannot_read(self, spec: TensorSpec, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self.path}: cannot read {spec.path}: {reason(error)}")
-
-    def _too_short(self, spec: TensorSpec) -> CheckpointCorruptError:
-        return CheckpointCorruptError(f"{self.path}: ends in the middle of {spec.path}")
-
-    def _check(self, spec: TensorSpec, row: _Extent, data: np.ndarray) -> None:
-        self._compare(row, spec, schema.checksum(data))
-
-    def _compare(self, row: _Extent, spec: TensorSpec, found: int) -> None:
+    def _compare(self, spec: TensorSpec, row: _Extent, found: int) -> None:
+        """Raise unless the checksum of a row's bytes is the one in the table."""
         if found != row.checksum:
-            number = row.file
-            of = f" of {self._index.parts[number - 1].name}" if number else ""
+            of = f" of {self._index.parts[row.file - 1].name}" if row.file else ""
+            more = f", and {row.count - 1} more of as many every {row.stride}," if row.count > 1 else ""
             raise CheckpointCorruptError(
-                f"{self.path}: damaged: {_describe(row)} of {spec.path} (written by rank {row.rank}, bytes "
-                f"from {row.byte_offset}{of}) do not have their checksum"
+                f"{self.path}: damaged: elements {row.start} to {row.start + row.numel}{more} of {spec.path} (written "
+                f"by rank {row.rank}, bytes from {row.byte_offset}{of}) do not have their checksum"
             )
 
 
@@ -338,18 +275,3 @@ def _group_rows(rows: Iterable[tuple[TensorSpec, _Extent]]) -> Iterator[list[tup
         expected = None if place is None else (place[0], place[1] + size)
     if group:
         yield group
-
-
-def _check_part(master: Path, part: PartFile, path: Path, fd: int) -> None:
-    """Raise unless an open file is the part of this checkpoint."""
-    size = disk.size(fd)
-    if size < part.nbytes:
-        raise CheckpointCorruptError(f"{path}: truncated: {master.name} knows it with {part.nbytes} bytes, not {size}")
-    footer = read_file_footer(fd, path)
-    if footer is None or (size, footer.digest) != (part.nbytes, part.digest):
-        raise CheckpointCorruptError(f"{path}: damaged, or not the part that {master.name} was written with")
-
-
-def _describe(row: _Extent) -> str:
-    more = f", and {row.count - 1} more of as many every {row.stride}," if row.count > 1 else ""
-    return f"elements {row.start} to {row.start + row.numel}{more}"

@@ -5,6 +5,8 @@ The layout is specified in docs/reference/checkpoint-format.md.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -70,17 +72,8 @@ BLOCK_BYTES = 4 << 20
 """Most bytes under one checksum. A reader that needs a part of an extent reads it whole, to verify it."""
 
 EXTENT_DTYPE = np.dtype(
-    [
-        ("tensor", "<u4"),
-        ("rank", "<u4"),
-        ("file", "<u4"),
-        ("count", "<u4"),
-        ("start", "<u8"),
-        ("numel", "<u8"),
-        ("stride", "<u8"),
-        ("byte_offset", "<u8"),
-        ("checksum", "<u8"),
-    ]
+    [(name, "<u4") for name in ("tensor", "rank", "file", "count")]
+    + [(name, "<u8") for name in ("start", "numel", "stride", "byte_offset", "checksum")]
 )
 """A row of meta/extents: a hyperslab of a tensor, seen 1-D, under one checksum, the xxh3-64 of its bytes.
 
@@ -96,49 +89,28 @@ def row_spans(rows: np.ndarray) -> np.ndarray:
     return (counts - 1) * strides + numels
 
 
-def tensor_table_dtype(longest_path: int) -> np.dtype:
-    """Return the dtype of a row of meta/tensors: path, torch's name of the dtype, range of sizes in meta/shapes."""
-    return np.dtype([("path", f"S{max(1, longest_path)}"), ("dtype", "S16"), ("first_dim", "<u8"), ("ndim", "<u8")])
-
-
-def link_table_dtype(longest_path: int) -> np.dtype:
-    """Return the dtype of a row of meta/links: an alias of a tensor, and its index in meta/tensors."""
-    return np.dtype([("path", f"S{max(1, longest_path)}"), ("tensor", "<u8")])
-
-
-def file_table_dtype(longest_name: int) -> np.dtype:
-    """Return the dtype of a row of meta/files: the name, next to this file, its bytes, and the digest of its footer."""
-    return np.dtype([("name", f"S{max(1, longest_name)}"), ("nbytes", "<u8"), ("digest", "<u8")])
-
-
-_NUMPY_DTYPES = {
-    "float64": "<f8",
-    "float32": "<f4",
-    "float16": "<f2",
-    "bfloat16": "<u2",
-    "int64": "<i8",
-    "int32": "<i4",
-    "int16": "<i2",
-    "int8": "i1",
-    "uint64": "<u8",
-    "uint32": "<u4",
-    "uint16": "<u2",
-    "uint8": "u1",
-    "bool": "u1",
-    "float8_e4m3fn": "u1",
-    "float8_e5m2": "u1",
-    "float8_e4m3fnuz": "u1",
-    "float8_e5m2fnuz": "u1",
-    "float8_e8m0fnu": "u1",
-    "complex64": "<c8",
-    "complex128": "<c16",
+TABLES = {
+    TENSORS: ("path", "dtype", "first_dim", "ndim"),  # torch's name of the dtype, range of sizes in meta/shapes
+    LINKS: ("path", "tensor"),  # an alias of a tensor, and its index in meta/tensors
+    FILES: ("name", "nbytes", "digest"),  # a file next to this one, and the digest of its footer
 }
+
+
+def table_dtype(table: str, longest: int) -> np.dtype:
+    """Return the dtype of a table's rows; `longest` are the bytes of the longest path or name."""
+    text = {"path": f"S{max(1, longest)}", "name": f"S{max(1, longest)}", "dtype": "S16"}
+    return np.dtype([(field, text.get(field, "<u8")) for field in TABLES[table]])
+
+
+WITHOUT_NUMPY = {"bfloat16", *(f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"))}
+"""torch's names of dtypes that numpy does not have."""
+
+_KINDS = ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "c8", "c16")
+_NUMPY_DTYPES = {np.dtype(kind).name: np.dtype(f"<{kind}") for kind in _KINDS}
+_NUMPY_DTYPES |= dict.fromkeys(("bool", *WITHOUT_NUMPY), np.dtype("u1")) | {"bfloat16": np.dtype("<u2")}
 """torch's name of a dtype -> the numpy dtype that has its bytes."""
 
-_ITEMSIZES = {name: np.dtype(kind).itemsize for name, kind in _NUMPY_DTYPES.items()}
-
-DTYPE_ATTRIBUTE = "torch_dtype"
-"""On datasets whose HDF5 type does not determine torch's dtype."""
+DTYPE_ATTRIBUTE = "torch_dtype"  # on datasets whose HDF5 type does not determine torch's dtype
 
 
 @dataclass(frozen=True)
@@ -155,7 +127,7 @@ class TensorSpec:
 
     @property
     def itemsize(self) -> int:
-        return _ITEMSIZES[self.dtype]
+        return _NUMPY_DTYPES[self.dtype].itemsize
 
     @property
     def nbytes(self) -> int:
@@ -194,23 +166,19 @@ def supported(dtype: str) -> bool:
 
 def numpy_dtype(dtype: str) -> np.dtype:
     """Return the numpy dtype that holds the bytes of torch's `dtype`; bfloat16 as 16-bit words."""
-    return np.dtype(_NUMPY_DTYPES[dtype])
+    return _NUMPY_DTYPES[dtype]
 
 
-def bfloat16_type() -> h5py.h5t.TypeFloatID:
-    """HDF5's description of bfloat16: the upper half of a float32, so that every HDF5 tool shows right values."""
-    kind = h5py.h5t.IEEE_F32LE.copy()
+@functools.cache
+def hdf5_type(dtype: str) -> h5py.h5t.TypeID:
+    """Return the HDF5 type that a tensor of torch's `dtype` is written as."""
+    if dtype != "bfloat16":
+        return h5py.h5t.py_create(numpy_dtype(dtype), logical=True)
+    kind = h5py.h5t.IEEE_F32LE.copy()  # bfloat16 is its upper half: thus every HDF5 tool shows right values
     kind.set_fields(15, 7, 8, 0, 7)
     kind.set_size(2)
     kind.set_ebias(127)
     return kind
-
-
-def hdf5_type(dtype: str) -> h5py.h5t.TypeID:
-    """Return the HDF5 type that a tensor of torch's `dtype` is written as."""
-    if dtype == "bfloat16":
-        return bfloat16_type()
-    return h5py.h5t.py_create(numpy_dtype(dtype), logical=True)
 
 
 _MOST_ATTRIBUTE_BYTES = 1 << 12
@@ -230,59 +198,32 @@ def attribute(holder: h5py.Group | h5py.Dataset, name: str) -> Any:
     return holder.attrs[name] if kind.get_size() <= _MOST_ATTRIBUTE_BYTES else None
 
 
-def torch_dtype(dataset: h5py.Dataset) -> str:
-    """Return torch's name of a dataset's dtype; raise ValueError where no saver wrote it."""
-    marked = attribute(dataset, DTYPE_ATTRIBUTE)
-    if marked is not None:
-        name = bytes(marked).decode()
-        if name in _NUMPY_DTYPES:
-            return name
-        raise ValueError(f"{dataset.name} has the unknown dtype {name!r}")
-    for name, kind in _NUMPY_DTYPES.items():
-        if np.dtype(kind) == dataset.dtype and not needs_mark(name):
-            return name
-    raise ValueError(f"{dataset.name} has the type {dataset.dtype}, which is none of a tensor")
-
-
 def needs_mark(dtype: str) -> bool:
     """Return whether the HDF5 type alone does not identify torch's dtype."""
-    return dtype in ("bool", "bfloat16") or dtype.startswith("float8")
+    return dtype == "bool" or dtype in WITHOUT_NUMPY
 
 
-MOST_DIMENSIONS = 32
-"""That a tensor may have: those of HDF5."""
-
-MOST_LEVELS = 200
-"""Of lists and objects in each other, in JSON. Readers go into them level by level."""
-
+MOST_DIMENSIONS = 32  # that a tensor may have: those of HDF5
+MOST_LEVELS = 200  # of lists and objects in each other, in JSON. Readers go into them level by level.
 TOO_DEEP = f"lists and dicts are in each other over more than {MOST_LEVELS} levels: flatten them"
 
 
 def to_json(value: Any) -> bytes:
-    """Return JSON as ASCII bytes; floats keep all bits, NaN and infinities are as Python's json writes them.
-
-    Raise TypeError for a value that JSON does not support, CheckpointError for more than ``MOST_LEVELS`` levels.
-    """
-    try:
+    """Return JSON as ASCII bytes; raise TypeError for other values, CheckpointError for over ``MOST_LEVELS`` levels."""
+    with contextlib.suppress(RecursionError):
         text = json.dumps(value, separators=(",", ":")).encode("ascii")
-        deep = _is_deep(value)
-    except RecursionError:
-        deep = True
-    if deep:
-        raise CheckpointError(TOO_DEEP)
-    return text
+        if not _is_deep(value):
+            return text
+    raise CheckpointError(TOO_DEEP)
 
 
 def from_json(text: bytes) -> Any:
     """Undo ``to_json``; raise ValueError for other bytes, or more than ``MOST_LEVELS`` levels."""
-    try:
+    with contextlib.suppress(RecursionError):
         value = json.loads(bytes(text).decode("ascii"))
-        deep = _is_deep(value)
-    except RecursionError:
-        deep = True
-    if deep:
-        raise ValueError(f"lists and objects are in each other over more than {MOST_LEVELS} levels")
-    return value
+        if not _is_deep(value):
+            return value
+    raise ValueError(f"lists and objects are in each other over more than {MOST_LEVELS} levels")
 
 
 def _is_deep(value: Any) -> bool:
@@ -295,21 +236,5 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def checksum(data: Any) -> int:
-    """xxh3-64 of a buffer, as in meta/extents."""
-    return xxhash.xxh3_64_intdigest(data)
-
-
-class Checksum:
-    """``checksum`` of bytes that come one part after the other."""
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_64()
-
-    def add(self, part: Any) -> None:
-        """Take the next part, a buffer."""
-        self._state.update(part)
-
-    @property
-    def value(self) -> int:
-        return self._state.intdigest()
+checksum: Callable[[Any], int] = xxhash.xxh3_64_intdigest
+"""Of a buffer, as in meta/extents."""

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -22,62 +22,42 @@ from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from hpcfsdp.text import json_input
 
-_SINGLE = (
-    schema.PARAM_GROUPS,
-    schema.GROUP_TYPES,
-    schema.OPTIM_SCALARS,
-    schema.EXTRA_VALUES,
-    schema.EXTRA_TYPES,
-    schema.MODULE_STATES,
-    schema.CONFIG,
-    schema.STATE_DICT,
-    schema.TENSORS,
-    schema.SHAPES,
-    schema.LINKS,
-)
+_OPTIMIZER = schema.PARAM_GROUPS, schema.GROUP_TYPES, schema.OPTIM_SCALARS
+_EXTRA = schema.EXTRA_VALUES, schema.EXTRA_TYPES, schema.MODULE_STATES
+_SINGLE = *_OPTIMIZER, *_EXTRA, schema.CONFIG, schema.STATE_DICT, schema.TENSORS, schema.SHAPES, schema.LINKS
 
 
 def attribute_text(value: Any) -> str:
     """Return the text of an attribute."""
-    with contextlib.suppress(AttributeError):
-        return value.decode()
-    return str(value)
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def required_attribute(file: h5py.File, name: str, kind: Callable[[Any], Any]) -> Any:
     """Return an attribute of the root group, converted by `kind`; raise ValueError if it is missing or invalid."""
     value = schema.attribute(file, name)
-    try:
+    with contextlib.suppress(ValueError):
         if value is not None:
             return kind(value)
-    except ValueError:
-        pass
     raise ValueError(f"the attribute {name} is missing or invalid")
 
 
 def check_kind(path: Path, file: h5py.File) -> str:
-    """Return the version of the format.
-
-    Raise CheckpointError for an unsupported one or a part, else CheckpointCorruptError.
-    """
+    """Return the version of the format; raise CheckpointError for an unsupported one or a part of a checkpoint."""
     kind = attribute_text(schema.attribute(file, "format"))
     if kind == schema.PART_FORMAT:
         whole = attribute_text(schema.attribute(file, "checkpoint"))
-        raise CheckpointError(f"{path}: holds a part of the checkpoint {whole}, which is to be opened instead").of_kind(
-            "part"
-        )
+        what = f"{path}: holds a part of the checkpoint {whole}, which is to be opened instead"
+        raise CheckpointError(what).of_kind("part")
     if kind != schema.FORMAT:
-        foreign = CheckpointCorruptError(f"{path}: an HDF5 file, but not an hpcfsdp checkpoint")
-        raise foreign.of_kind("not_a_checkpoint")
+        what = f"{path}: an HDF5 file, but not an hpcfsdp checkpoint"
+        raise CheckpointCorruptError(what).of_kind("not_a_checkpoint")
     version = required_attribute(file, "format_version", attribute_text)
     major, known = (int(each.split(".")[0]) for each in (version, schema.FORMAT_VERSION))
     if major < 0:
         raise ValueError(f"{version!r} is no version of a format")
     if major != known:
-        raise CheckpointError(
-            f"{path}: has format version {version}, this hpcfsdp reads {schema.FORMAT_VERSION}: use "
-            f"{'a newer' if major > known else 'an older'} hpcfsdp"
-        ).of_kind("version")
+        what = f"{path}: has format version {version}, this hpcfsdp reads {schema.FORMAT_VERSION}: use "
+        raise CheckpointError(f"{what}{'a newer' if major > known else 'an older'} hpcfsdp").of_kind("version")
     return version
 
 
@@ -101,18 +81,10 @@ class SmallDatasets:
             found = found[part]
         return found
 
-    def names(self, name: str) -> Iterable[str]:
-        """Return the names in a group; none if there is no such group."""
-        found = self.get(name)
-        return found if isinstance(found, h5py.Group) else ()
-
     def read(self, name: str, regions: Iterable[tuple[int, int]] | None = None) -> Any:
-        """Return the value of a dataset. Raise CheckpointCorruptError unless its bytes are stored unencoded in this
-        file.
+        """Return the value of a dataset. Raise CheckpointCorruptError unless its bytes are unencoded in this file.
 
-        Args:
-            regions: (first byte, end) of ranges, one of which must contain all of it. Regions lack zeros at the ends of
-                values, so this suits tables alone.
+        One of `regions`, (first byte, end), must contain all of it. They lack zeros at ends: this suits tables alone.
         """
         dataset = self.get(name)
         if not isinstance(dataset, h5py.Dataset) or dataset.shape is None or dataset.dtype.hasobject:
@@ -122,25 +94,21 @@ class SmallDatasets:
             raise self._damaged(name, "is chunked, filtered or virtual")
         nbytes = math.prod(dataset.shape) * dataset.dtype.itemsize
         if nbytes and layout.get_layout() == h5py.h5d.CONTIGUOUS:
-            self._check_place(name, nbytes, dataset.id.get_offset(), layout.get_external_count(), regions)
+            begin = dataset.id.get_offset()
+            if layout.get_external_count() or begin is None:
+                raise self._damaged(name, f"has none of its {nbytes} bytes in the file")
+            end = begin + nbytes
+            if end > self._end:
+                raise self._damaged(name, f"ends at byte {end}, behind the end of the data, {self._end}")
+            if regions is not None and not any(first <= begin and end <= last for first, last in regions):
+                raise self._damaged(name, "has bytes without a checksum")
+            self.places.append((begin, end))
         try:
             self._budget.claim(nbytes)
         except ValueError as error:
             raise self._damaged(name, f"has {nbytes} bytes: {error}") from None
         value = dataset[...]
         return value.item() if value.dtype.kind == "S" and not value.shape else value
-
-    def _check_place(
-        self, name: str, nbytes: int, begin: int | None, num_external: int, regions: Iterable[tuple[int, int]] | None
-    ) -> None:
-        if num_external or begin is None:
-            raise self._damaged(name, f"has none of its {nbytes} bytes in the file")
-        end = begin + nbytes
-        if end > self._end:
-            raise self._damaged(name, f"ends at byte {end}, behind the end of the data, {self._end}")
-        if regions is not None and not any(first <= begin and end <= last for first, last in regions):
-            raise self._damaged(name, "has bytes without a checksum")
-        self.places.append((begin, end))
 
     def _damaged(self, name: str, what: str) -> CheckpointCorruptError:
         return CheckpointCorruptError(f"{self._path}: damaged: {name} {what}")
@@ -149,10 +117,10 @@ class SmallDatasets:
 def read_small(values: SmallDatasets) -> dict[str, Any]:
     """Return all datasets but tensors and the table of extents, as they were given to ``build_metadata_image``."""
     names = [name for name in _SINGLE if values.get(name) is not None]
-    for group in (schema.EXTRA_ARRAYS, schema.RNG):
-        names += [f"{group}/{name}" for name in values.names(group)]
-    for name in values.names(schema.METRICS):
-        names += [f"{schema.METRICS}/{name}/{part}" for part in schema.METRIC_PARTS]
+    metric = [f"/{part}" for part in schema.METRIC_PARTS]
+    for group, ends in ((schema.EXTRA_ARRAYS, [""]), (schema.RNG, [""]), (schema.METRICS, metric)):
+        if isinstance(found := values.get(group), h5py.Group):
+            names += [f"{group}/{name}{end}" for name in found for end in ends]
     return {name: values.read(name) for name in names}
 
 
@@ -162,7 +130,7 @@ def read_specs(tensors: np.ndarray, sizes: np.ndarray) -> dict[str, TensorSpec]:
         raise ValueError(f"{schema.SHAPES} is no list of sizes")
     shape = sizes.tolist()
     found: dict[str, TensorSpec] = {}
-    for path, dtype, first, ndim in _rows(schema.TENSORS, tensors, ("path", "dtype", "first_dim", "ndim")):
+    for path, dtype, first, ndim in _rows(schema.TENSORS, tensors):
         name = path.decode()
         if ndim > schema.MOST_DIMENSIONS:
             raise ValueError(f"{name!r} has {ndim} dimensions; a tensor has {schema.MOST_DIMENSIONS} at most")
@@ -177,7 +145,7 @@ def read_specs(tensors: np.ndarray, sizes: np.ndarray) -> dict[str, TensorSpec]:
 def read_links(links: np.ndarray, specs: dict[str, TensorSpec]) -> dict[str, str]:
     """Return the path of each alias; raise ValueError for an unknown tensor, or a path that occurs twice."""
     paths, found = list(specs), {}
-    for path, tensor in _rows(schema.LINKS, links, ("path", "tensor")):
+    for path, tensor in _rows(schema.LINKS, links):
         name = path.decode()
         if name in specs or name in found or tensor >= len(paths):
             raise ValueError(f"{schema.LINKS} has {name!r} for tensor {tensor}, which cannot be")
@@ -185,27 +153,31 @@ def read_links(links: np.ndarray, specs: dict[str, TensorSpec]) -> dict[str, str
     return found
 
 
-def read_parts(values: SmallDatasets, regions: Iterable[tuple[int, int]]) -> list[tuple[str, int, int]]:
-    """Return part files: name, bytes, digest of the footer. Raise ValueError for a name outside of this folder."""
+class PartFile(NamedTuple):
+    """A file next to the checkpoint that stores elements of tensors: its name, bytes, and the digest of its footer."""
+
+    name: str
+    nbytes: int
+    digest: int
+
+
+def read_parts(values: SmallDatasets, regions: Iterable[tuple[int, int]]) -> tuple[PartFile, ...]:
+    """Return the part files; raise ValueError for a name outside of this folder."""
     if values.get(schema.FILES) is None:
-        return []
-    table = values.read(schema.FILES, regions)
-    parts = [(name.decode(), *rest) for name, *rest in _rows(schema.FILES, table, ("name", "nbytes", "digest"))]
+        return ()
+    rows = _rows(schema.FILES, values.read(schema.FILES, regions))
+    parts = tuple(PartFile(name.decode(), *rest) for name, *rest in rows)
     for name, *_ in parts:
         if name in ("", ".", "..") or "/" in name or not name.isprintable():
             raise ValueError(f"it names a part {name!r}, which is no name of a file")
     return parts
 
 
-def _rows(name: str, table: np.ndarray, fields: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
+def _rows(name: str, table: np.ndarray) -> Iterator[tuple[Any, ...]]:
     """Yield the rows of a table, a few thousand at a time as Python objects."""
-    kinds = {"path": "S", "dtype": "S", "name": "S"}
-    if (
-        table.ndim != 1
-        or table.dtype.names != fields
-        or any(table.dtype[field].kind != kinds.get(field, "u") for field in fields)
-    ):
-        raise ValueError(f"{name} is no table of {', '.join(fields)}")
+    wanted, found = ([(f, d[f].kind) for f in d.names or ()] for d in (schema.table_dtype(name, 1), table.dtype))
+    if table.ndim != 1 or found != wanted:
+        raise ValueError(f"{name} is no table of {', '.join(schema.TABLES[name])}")
     for first in range(0, len(table), 1 << 12):
         yield from table[first : first + (1 << 12)].tolist()
 
@@ -241,14 +213,10 @@ def read_metrics(small: dict[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarra
     for path in sorted(paths):
         steps, values = (np.asarray(small[f"{path}/{part}"]) for part in schema.METRIC_PARTS)
         if steps.ndim != 1 or steps.shape != values.shape or steps.dtype.kind not in "iu" or values.dtype.kind != "f":
-            raise ValueError(
-                f"{path!r} has {steps.shape} steps of {steps.dtype} and {values.shape} values of {values.dtype}"
-            )
+            what = f"{steps.shape} steps of {steps.dtype} and {values.shape} values of {values.dtype}"
+            raise ValueError(f"{path!r} has {what}")
         found[path.removeprefix(f"{schema.METRICS}/")] = steps, values
     return found
-
-
-_PLAIN = (bool, int, float)
 
 
 def check_optimizer(groups: Any, scalars: Any, *, named: bool) -> None:
@@ -267,18 +235,25 @@ def check_optimizer(groups: Any, scalars: Any, *, named: bool) -> None:
     if scalars is not None:
         check_type(scalars, dict, schema.OPTIM_SCALARS)
     for name, value in (scalars or {}).items():
-        if type(value) not in _PLAIN or not name.rpartition("/")[0]:
+        if type(value) not in (bool, int, float) or not name.rpartition("/")[0]:
             raise ValueError(f"{schema.OPTIM_SCALARS}[{name!r}] is {_short(value)}, no number of a parameter")
 
 
 def odd_hyper_parameters(groups: list[dict[str, Any]] | None) -> list[str]:
     """Return descriptions of hyper-parameters that torch's optimizers could not use. Other optimizers might."""
-    return [
-        f"group {number}: {key} is {_short(group[key])}, {what}"
-        for number, group in enumerate(groups or ())
-        for key, (fits, what) in _HYPER_PARAMETERS.items()
-        if key in group and not fits(group[key])
-    ]
+    odd = []
+    for number, group in enumerate(groups or ()):
+        betas, lr = group.get("betas", [0.0]), group.get("lr")
+        if not (isinstance(betas, list) and _are_numbers(betas)):
+            odd.append(f"group {number}: betas is {_short(betas)}, no numbers")
+        # Adafactor of transformers has none, and a tensor is kept as a list.
+        if not (lr is None or _are_numbers(lr if isinstance(lr, list) else [lr])):
+            odd.append(f"group {number}: lr is {_short(lr)}, no number")
+    return odd
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return bool(values) and all(type(value) in (int, float) for value in values)
 
 
 def check_module_states(states: Mapping[str, Any]) -> None:
@@ -308,12 +283,7 @@ def check_types(value: Any, types: Any, place: str) -> None:
 
 
 def check_entries(entries: Any, tensors: Mapping[str, Any], index: Mapping[str, Any]) -> None:
-    """Raise ValueError unless each entry of a torch.distributed.checkpoint state dict is where its metadata claim.
-
-    Args:
-        tensors: paths of tensors and their aliases.
-        index: values by kind of entry: ``names.GROUP``, ``names.SCALAR``, ``names.EXTRA``.
-    """
+    """Raise ValueError unless each entry of a state dict is among `tensors` and aliases, or in `index`, by its kind."""
     check_type(entries, list, schema.STATE_DICT)
     for number, found in enumerate(entries):
         where = f"{schema.STATE_DICT}[{number}]"
@@ -324,17 +294,13 @@ def check_entries(entries: Any, tensors: Mapping[str, Any], index: Mapping[str, 
         if kind not in names.KINDS or not all(keys) or not json_input.fits(keys, [[(str, int)]]):
             raise ValueError(f"{where} is {_short(found)}, no path of an entry with its place")
         entry = names.StateEntry(tuple(found["path"]), kind, tuple(found[kind]))
-        if kind == names.TENSOR:
-            value: Any = tensors.get(entry.dataset)
-        else:
-            try:
-                value = names.get_at(index[kind], entry.place)
-            except (LookupError, TypeError):
-                raise ValueError(f"{where} claims that {names.dotted(entry.path)!r} is at an empty place") from None
-        if kind == names.TENSOR and value is None:
-            raise ValueError(
-                f"{where} claims that {names.dotted(entry.path)!r} is {entry.dataset!r}, which is no tensor"
-            )
+        claim = f"{where} claims that {names.dotted(entry.path)!r} is"
+        if kind == names.TENSOR and entry.dataset not in tensors:
+            raise ValueError(f"{claim} {entry.dataset!r}, which is no tensor")
+        try:
+            value = tensors[entry.dataset] if kind == names.TENSOR else names.get_at(index[kind], entry.place)
+        except (LookupError, TypeError):
+            raise ValueError(f"{claim} at an empty place") from None
         check_types(value, found.get("types", ()), where)
 
 
@@ -359,18 +325,3 @@ def _at(value: Any, path: tuple[int, ...], place: str, entries: dict[int, list[A
             raise ValueError(f"types of {place} have {list(path)}, where nothing is")
         value = inside[position]
     return value
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_number, value))
-
-
-_HYPER_PARAMETERS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "betas": (_are_numbers, "no numbers"),
-    # Adafactor of transformers has none, and a tensor is kept as a list.
-    "lr": (lambda value: value is None or _is_number(value) or _are_numbers(value), "no number"),
-}

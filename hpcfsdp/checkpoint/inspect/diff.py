@@ -12,9 +12,8 @@ from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
-from hpcfsdp.checkpoint.inspect.names import matching
+from hpcfsdp.checkpoint.inspect.names import match_names, matching
 from hpcfsdp.checkpoint.inspect.stats import Advance, decoded, ignore, iter_pieces
-from hpcfsdp.errors import CheckpointError
 
 
 class _Absent:
@@ -29,21 +28,14 @@ ABSENT = _Absent()
 
 @dataclass(frozen=True)
 class ChangedTensor:
-    """A tensor of the same shape and dtype in both files, with different elements.
-
-    Attributes:
-        different: elements that differ in any bit. NaN equals NaN of the same bits; 0 differs from -0.
-        largest: the largest absolute difference, for complex numbers its absolute value; None where all are NaN.
-        where: index of the first element with it, or else of the first that differs.
-        nan: elements whose difference is NaN, or where one side alone is NaN; `largest` ignores them.
-    """
+    """A tensor of the same shape and dtype in both files, with different elements."""
 
     path: str
     numel: int
-    different: int
-    largest: int | float | None
-    where: tuple[int, ...]
-    nan: int
+    different: int  # elements that differ in any bit. NaN equals NaN of the same bits; 0 differs from -0.
+    largest: int | float | None  # absolute difference, for complex numbers its absolute value; None where all are NaN
+    where: tuple[int, ...]  # index of the first element with it, or else of the first that differs
+    nan: int  # elements whose difference is NaN, or where one side alone is NaN; `largest` ignores them
 
 
 @dataclass(frozen=True)
@@ -77,15 +69,11 @@ EXACT = Tolerance()
 
 @dataclass(frozen=True)
 class ChangedArray:
-    """Numbers of one array that differ between the files, beside tensors: metrics, random numbers.
-
-    Attributes:
-        largest: the largest absolute difference; None if it is not a number.
-    """
+    """Numbers of one array that differ between the files, beside tensors: metrics, random numbers."""
 
     numel: int
     different: int
-    largest: int | float | None
+    largest: int | float | None  # absolute difference; None if it is not a number
 
 
 @dataclass(frozen=True)
@@ -162,19 +150,14 @@ def to_compare(a: CheckpointIndex, b: CheckpointIndex, patterns: Iterable[str] =
 
 def _chosen(a: CheckpointIndex, b: CheckpointIndex, patterns: list[str]) -> tuple[dict[str, None], dict[str, None]]:
     """Return paths to compare in each file, in its order. Each pattern has to match in one of them."""
+    known_a, known_b = dict.fromkeys(matching(a)), dict.fromkeys(matching(b))
     if not patterns:
-        return dict.fromkeys(matching(a)), dict.fromkeys(matching(b))
-    found: dict[str, None] = {}
+        return known_a, known_b
+    found: set[str] = set()
     for pattern in patterns:
-        errors = []
-        for index in (a, b):
-            try:
-                found |= dict.fromkeys(matching(index, [pattern]))
-            except CheckpointError as error:
-                errors.append(error)
-        if len(errors) == 2:
-            raise errors[0]
-    chosen_a, chosen_b = ({path: None for path in matching(index) if path in found} for index in (a, b))
+        here = match_names(pattern, known_a | known_b)
+        found.update(here or matching(a, [pattern]))  # which raises, and names the nearest
+    chosen_a, chosen_b = (dict.fromkeys(path for path in known if path in found) for known in (known_a, known_b))
     return chosen_a, chosen_b
 
 
@@ -191,20 +174,18 @@ def _changed(
 ) -> Iterator[ChangedTensor]:
     with BlockReader(a) as reader_a, BlockReader(b) as reader_b:
         for path in paths:
-
-            def blocks(path: str = path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-                for start, numel in iter_pieces(a, path):
-                    one, other = reader_a.read(path, start, numel), reader_b.read(path, start, numel)
-                    yield one, other
-                    advance(one.nbytes)
-
-            found = compare_tensor(path, a.resolve(path), blocks(), tolerance)
+            blocks = ((reader_a.read(path, *piece), reader_b.read(path, *piece)) for piece in iter_pieces(a, path))
+            found = compare_tensor(path, a.resolve(path), blocks, tolerance, advance)
             if found is not None:
                 yield found
 
 
 def compare_tensor(
-    path: str, spec: TensorSpec, blocks: Iterable[tuple[np.ndarray, np.ndarray]], tolerance: Tolerance = EXACT
+    path: str,
+    spec: TensorSpec,
+    blocks: Iterable[tuple[np.ndarray, np.ndarray]],
+    tolerance: Tolerance = EXACT,
+    advance: Advance = ignore,
 ) -> ChangedTensor | None:
     """Compare two tensors, in parts of ``BlockReader.read``; return None if they are equal within the tolerance."""
     different = nan = begin = 0
@@ -227,6 +208,7 @@ def compare_tensor(
                 if largest is None or gaps[most].item() > largest:
                     largest, where = gaps[most].item(), begin + int(places[most])
         begin += one.size
+        advance(one.nbytes)
     if not different:
         return None
     place = np.unravel_index(first if largest is None else where, spec.shape) if spec.shape else ()
@@ -254,10 +236,8 @@ def _values(index: CheckpointIndex) -> dict[str, Any]:
     """Everything but tensors, by name."""
     info = index.info
     found: dict[str, Any] = {"step": info.step, "config": info.config, "extra": index.extra}
-    if index.param_groups is not None:
-        found["optimizer group"] = index.param_groups
-    if index.scalars is not None:
-        found["optimizer scalars"] = index.scalars
+    optimizer = {"optimizer group": index.param_groups, "optimizer scalars": index.scalars}
+    found |= {name: value for name, value in optimizer.items() if value is not None}
     found["metrics"] = {name: {"steps": steps, "values": values} for name, (steps, values) in index.metrics.items()}
     found["random numbers"] = index.rng
     return found

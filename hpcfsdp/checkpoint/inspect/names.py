@@ -36,12 +36,10 @@ def matching(index: CheckpointIndex, patterns: Iterable[str] = ()) -> list[str]:
     for pattern in patterns:
         here = match_names(pattern, known)
         if not here:
-            short = [path.removeprefix(_MODEL) for path in known]
-            hint = nearest(pattern, short if not pattern.startswith(_MODEL) else known)
-            raise CheckpointError(
-                f"{index.info.path}: no tensor matches {pattern!r}{hint} (hpcfsdp ls lists what there is)"
-            )
-        found.update(here)
+            hint = nearest(pattern, known if pattern.startswith(_MODEL) else [n.removeprefix(_MODEL) for n in known])
+            what = f"no tensor matches {pattern!r}{hint} (hpcfsdp ls lists what there is)"
+            raise CheckpointError(f"{index.info.path}: {what}")
+        found |= here
     return [path for path in known if path in found]
 
 

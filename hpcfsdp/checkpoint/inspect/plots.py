@@ -12,16 +12,9 @@ import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex
 from hpcfsdp.checkpoint.format.reader import BlockReader
+from hpcfsdp.checkpoint.inspect import stats
 from hpcfsdp.checkpoint.inspect.names import match_names
-from hpcfsdp.checkpoint.inspect.stats import (
-    Advance,
-    absolute,
-    decoded,
-    file_statistics,
-    ignore,
-    json_number,
-    read_pieces,
-)
+from hpcfsdp.checkpoint.inspect.stats import Advance, decoded, ignore, json_number
 from hpcfsdp.errors import CheckpointError, nearest
 from hpcfsdp.output.figure_file import new_figure
 from hpcfsdp.text.terminal import shown
@@ -36,17 +29,11 @@ BINS = 100
 
 @dataclass(frozen=True)
 class Histogram:
-    """A histogram of the finite elements of tensors, of complex ones by absolute value.
-
-    Attributes:
-        edges: of the bins, float64, one more than `counts`.
-        counts: elements in each bin, int64. A bin includes its lower edge, the last one also its upper edge.
-        nan, inf: elements in no bin.
-    """
+    """A histogram of the finite elements of tensors, of complex ones by absolute value."""
 
     name: str
-    edges: np.ndarray
-    counts: np.ndarray
+    edges: np.ndarray  # of the bins, float64, one more than `counts`
+    counts: np.ndarray  # elements in each bin, int64. A bin includes its lower edge, the last one also its upper edge.
     nan: int
     inf: int
 
@@ -60,17 +47,14 @@ def histogram(
     bins: int = BINS,
     advance: Advance = ignore,
 ) -> Histogram:
-    """Return one histogram of all elements of some tensors; not collective. Read them twice, a block at a time.
-
-    `advance` is called with the number of bytes of each read. Raise CheckpointCorruptError for damage.
-    """
-    found = [facts for _, facts in file_statistics(index, reader, paths, advance)]
+    """Return one histogram of all elements of some tensors, which are read twice; raise CheckpointCorruptError."""
+    found = [facts for _, facts in stats.file_statistics(index, reader, paths, advance)]
     low = min((facts.min for facts in found if facts.min is not None), default=0)
     high = max((facts.max for facts in found if facts.max is not None), default=0)
     edges = _edges(float(low), float(high), bins)
     counts = np.zeros(bins, np.int64)
     for path in paths:
-        for block in read_pieces(index, reader, path, advance):
+        for block in stats.read_pieces(index, reader, path, advance):
             counts += _counts(decoded(block, index.resolve(path).dtype), edges)
     return Histogram(name, edges, counts, sum(facts.nan for facts in found), sum(facts.inf for facts in found))
 
@@ -93,7 +77,7 @@ def _edges(low: float, high: float, bins: int) -> np.ndarray:
 
 def _counts(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
     values = values[np.isfinite(values)]
-    wide = np.minimum(absolute(values), _LARGEST) if np.iscomplexobj(values) else values.astype(np.float64)
+    wide = np.minimum(stats.absolute(values), _LARGEST) if np.iscomplexobj(values) else values.astype(np.float64)
     bins = len(edges) - 1
     with np.errstate(over="ignore", divide="ignore"):  # of a width, or a density, beyond all floats
         width = edges[-1] - edges[0]
@@ -116,7 +100,7 @@ def layer_norms(
     counts by key: "exp_avg of blocks.0.mlp". Raise CheckpointCorruptError for damage.
     """
     norms: dict[str, float] = {}
-    for spec, facts in file_statistics(index, reader, paths, advance):
+    for spec, facts in stats.file_statistics(index, reader, paths, advance):
         layer = layer_of(spec.path)
         norms[layer] = math.hypot(norms.get(layer, 0.0), facts.norm)
     return norms
@@ -132,30 +116,21 @@ def layer_of(path: str) -> str:
 
 
 def curves(index: CheckpointIndex, patterns: Iterable[str] = ()) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return metrics of a file that match the patterns: steps (int64) and values (float64) by name; pure.
-
-    Without patterns those with "loss" in their names. Raise CheckpointError if a pattern matches none.
-    """
+    """Return metrics that match the patterns ("*loss*"): steps, values by name; raise CheckpointError without any."""
     if not index.metrics:
         raise CheckpointError(f"{index.info.path}: holds no metrics to draw: give them to save as metrics=")
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for pattern in list(patterns) or ["*loss*"]:
         matched = match_names(pattern, index.metrics)
         if not matched:
-            raise CheckpointError(
-                f"{index.info.path}: no metric matches {pattern!r}{nearest(pattern, index.metrics)}; there are "
-                f"{', '.join(index.metrics)}"
-            )
+            what = f"no metric matches {pattern!r}{nearest(pattern, index.metrics)}; there are"
+            raise CheckpointError(f"{index.info.path}: {what} {', '.join(index.metrics)}")
         found |= {name: curve for name, curve in index.metrics.items() if name in matched}
     return found
 
 
 def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
-    """Return an exponential moving average, float64, of the same length; pure. Values that are not finite do not count.
-
-    Args:
-        weight: of the average so far, 0 to below 1; corrected for having begun at zero.
-    """
+    """Return the exponential moving average of the finite values, corrected for having begun at zero, float64; pure."""
     found, total, share = np.empty(len(values)), 0.0, 0.0
     for place, value in enumerate(values.tolist()):
         if math.isfinite(value):
@@ -166,68 +141,48 @@ def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
 
 def as_numbers(found: Any, smoothing: float = 0.0) -> Iterator[dict[str, Any]]:
     """Yield the data of a plot for JSON: an object for each histogram, layer or metric, also smoothed if asked for."""
-    if isinstance(found, Mapping):
-        for name, value in found.items():
-            if isinstance(value, tuple):
-                entry = {"name": name, "steps": value[0].tolist(), "values": list(map(json_number, value[1].tolist()))}
-                yield entry | (
-                    {"smoothed": list(map(json_number, smoothed(value[1], smoothing).tolist()))} if smoothing else {}
-                )
-            else:
-                yield {"name": name, "norm": json_number(value)}
+    if not isinstance(found, Mapping):
+        yield from (vars(one) | {"edges": one.edges.tolist(), "counts": one.counts.tolist()} for one in found)
         return
-    for one in found:
-        yield {
-            "name": one.name,
-            "edges": one.edges.tolist(),
-            "counts": one.counts.tolist(),
-            "nan": one.nan,
-            "inf": one.inf,
-        }
+    for name, value in found.items():
+        if isinstance(value, tuple):
+            drawn = {"values": value[1]} | ({"smoothed": smoothed(value[1], smoothing)} if smoothing else {})
+            numbers = {key: list(map(json_number, each.tolist())) for key, each in drawn.items()}
+            yield {"name": name, "steps": value[0].tolist(), **numbers}
+        else:
+            yield {"name": name, "norm": json_number(value)}
 
 
 MOST_PANELS = 48
-_SCREEN = 40
-"""Bars for which there is room at the usual height of a picture."""
+_SCREEN = 40  # bars for which there is room at the usual height of a picture
 
 
 def draw_histograms(files: Mapping[str, Sequence[Histogram]]) -> Figure:
-    """Return a figure with a panel for each name, counts on a logarithmic scale, with an outline for each of several
-    files.
-
-    Raise CheckpointError for over ``MOST_PANELS``.
-    """
+    """Return a figure with a panel for each name; raise CheckpointError for over ``MOST_PANELS``."""
     names = list(dict.fromkeys(found.name for histograms in files.values() for found in histograms))
     if len(names) > MOST_PANELS:
-        raise CheckpointError(
-            f"{len(names)} tensors match, a picture has room for {MOST_PANELS} histograms: give narrower patterns"
-        )
+        what = f"{len(names)} tensors match, a picture has room for {MOST_PANELS} histograms: give narrower patterns"
+        raise CheckpointError(what)
     columns = min(4, len(names))
     rows = -(-len(names) // columns)
     figure = _figure(files, max(7.0, 3.2 * columns), max(4.5, 2.6 * rows))
     for place, name in enumerate(names):
         axes = figure.add_subplot(rows, columns, place + 1)
         here = {file: one for file, histograms in files.items() for one in histograms if one.name == name}
-        _draw_panel(axes, name, here)
+        for one in here.values():
+            axes.stairs(one.counts, one.edges, fill=len(here) == 1)
+        if any(one.counts.any() for one in here.values()):
+            axes.set_yscale("log")
+            axes.set_ylim(bottom=0.5)
+        kinds = {"NaN": [one.nan for one in here.values()], "infinite": [one.inf for one in here.values()]}
+        missing = [f"{sum(counts)} {kind}" for kind, counts in kinds.items() if any(counts)]
+        title = f"{name} ({', '.join(missing)})" if missing else name
+        axes.set_title(shown(title), fontsize="small", parse_math=False)
         axes.set_ylabel("elements" if place % columns == 0 else "")
         axes.set_xlabel("value" if place + columns >= len(names) else "")
         if place == 0:
             _label(axes, axes.patches, list(here))
     return figure
-
-
-def _draw_panel(axes: Axes, name: str, found: Mapping[str, Histogram]) -> None:
-    for one in found.values():
-        axes.stairs(one.counts, one.edges, fill=len(found) == 1)
-    if any(one.counts.any() for one in found.values()):
-        axes.set_yscale("log")
-        axes.set_ylim(bottom=0.5)
-    numbers = {
-        kind: sum(getattr(one, key) for one in found.values()) for kind, key in (("NaN", "nan"), ("infinite", "inf"))
-    }
-    missing = [f"{count} {kind}" for kind, count in numbers.items() if count]
-    title = f"{name} ({', '.join(missing)})" if missing else name
-    axes.set_title(shown(title), fontsize="small", parse_math=False)
 
 
 def draw_norms(files: Mapping[str, Mapping[str, float]]) -> Figure:
@@ -251,24 +206,17 @@ def draw_norms(files: Mapping[str, Mapping[str, float]]) -> Figure:
 
 
 def draw_curves(files: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]], smoothing: float = 0.0) -> Figure:
-    """Return a figure with a line for each metric of each file over the steps.
-
-    Args:
-        smoothing: see ``plots.smoothed``. With more than 0 the values themselves are drawn faintly behind.
-    """
+    """Return a figure with a line for each metric of each file over the steps; if ``smoothed``, faint ones behind."""
     figure = _figure(files, 8.0, 4.5)
     axes = figure.add_subplot()
     lines, labels = [], []
     for file, curves in files.items():
         for name, (steps, values) in curves.items():
-            marker = "." if len(steps) < 2 else ""
+            style: dict[str, Any] = {"marker": "." if len(steps) < 2 else ""}
             if smoothing:
-                (faint,) = axes.plot(steps, values, marker=marker, alpha=0.25)
-                lines += axes.plot(
-                    steps, smoothed(values, smoothing), marker=marker, label=name, color=faint.get_color()
-                )
-            else:
-                lines += axes.plot(steps, values, marker=marker, label=name)
+                (faint,) = axes.plot(steps, values, alpha=0.25, **style)
+                values, style["color"] = smoothed(values, smoothing), faint.get_color()
+            lines += axes.plot(steps, values, label=name, **style)
             labels.append(name if len(files) == 1 else f"{file}: {name}")
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)

@@ -36,26 +36,16 @@ def json_number(value: Any) -> Any:
     return value
 
 
-# exponent bits, mantissa bits, bias; then which codes are no finite numbers, see below
-_FLOAT8 = {
-    "float8_e4m3fn": (4, 3, 7),
-    "float8_e5m2": (5, 2, 15),
-    "float8_e4m3fnuz": (4, 3, 8),
-    "float8_e5m2fnuz": (5, 2, 16),
-}
-
-
 @functools.cache
 def _float8_values(dtype: str) -> np.ndarray:
-    """Return the values of all 256 codes of an 8-bit float, float32.
-
-    e5m2 follows IEEE 754. "fn" has no infinity: all bits set is NaN, and no other code is. "uz" has no negative zero
-    either: its code is the only NaN. e8m0fnu is a power of two without a sign.
-    """
+    """Return the values of all 256 codes of an 8-bit float, float32."""
+    # e5m2 follows IEEE 754. "fn" has no infinity: all bits set is NaN, and no other code is. "uz" has no negative zero
+    # either: its code is the only NaN, and its bias is one more. e8m0fnu is a power of two without a sign.
     codes = np.arange(256)
     if dtype == "float8_e8m0fnu":
         return np.where(codes == 255, np.nan, np.ldexp(1.0, codes - 127)).astype(np.float32)
-    exponent_bits, mantissa_bits, bias = _FLOAT8[dtype]
+    exponent_bits, mantissa_bits = int(dtype[8]), int(dtype[10])  # of "float8_e4m3"
+    bias = (1 << exponent_bits - 1) - 1 + dtype.endswith("uz")
     sign = np.where(codes >> 7, -1.0, 1.0)
     exponent = codes >> mantissa_bits & (1 << exponent_bits) - 1
     mantissa = codes & (1 << mantissa_bits) - 1
@@ -84,11 +74,8 @@ MOST_BYTES = 16 * schema.BLOCK_BYTES
 
 
 def iter_pieces(index: CheckpointIndex, path: str, at_least: int = schema.BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    """(first element, number of elements) of pieces that make up a tensor, in order, of at least `at_least` bytes.
-
-    A piece ends where a row of the table of extents does. A row is in two pieces only where interleaved rows are longer
-    than ``MOST_BYTES``.
-    """
+    """(first element, number of elements) of pieces that make up a tensor, in order, of at least `at_least` bytes."""
+    # A piece ends where a row does. A row is in two only where interleaved rows are longer than ``MOST_BYTES``.
     spec = index.resolve(path)
     rows = index.rows_of(path)
     if not len(rows):
@@ -151,10 +138,7 @@ def statistics(blocks: Iterable[np.ndarray], dtype: str) -> Statistics:
 
 
 def file_statistics(
-    index: CheckpointIndex,
-    reader: BlockReader,
-    paths: Iterable[str],
-    advance: Advance = ignore,
+    index: CheckpointIndex, reader: BlockReader, paths: Iterable[str], advance: Advance = ignore
 ) -> Iterator[tuple[TensorSpec, Statistics]]:
     """Yield statistics of tensors of a file, one after the other; not collective.
 
@@ -184,28 +168,14 @@ def _of_values(values: np.ndarray) -> Statistics:
     sized = absolute(values) if np.iscomplexobj(values) else values
     low, high = sized.min().item(), sized.max().item()
     wide = values.astype(np.complex128 if np.iscomplexobj(values) else np.float64)
-    mean, norm = _mean_and_norm(wide, values.dtype.itemsize == wide.dtype.itemsize and values.dtype.kind in "fc")
-    return Statistics(numel, nan, inf, low, high, mean, norm)
-
-
-def _mean_and_norm(values: np.ndarray, any_size: bool) -> tuple[float | complex, float]:
-    """Return mean and norm of float64 or complex128; `any_size`: squares and sums may overflow or underflow."""
-    parts = values.view(np.float64)
-    exponent = math.frexp(float(np.abs(parts).max()))[1] if any_size else 0
-    if exponent:
-        parts = np.ldexp(parts, -exponent)  # exact, except for negligible values
-    norm = _scaled(math.sqrt(float(np.dot(parts, parts))), exponent)
-    mean = parts.view(values.dtype).mean().item()
-    if isinstance(mean, complex):
-        return complex(_scaled(mean.real, exponent), _scaled(mean.imag, exponent)), norm
-    return _scaled(mean, exponent), norm
-
-
-def _scaled(value: float, exponent: int) -> float:
-    try:
-        return math.ldexp(value, exponent)
-    except OverflowError:  # a norm beyond the largest float
-        return math.copysign(math.inf, value)
+    parts, exponent = wide.view(np.float64), 0
+    if values.dtype.itemsize == wide.dtype.itemsize and values.dtype.kind in "fc":  # squares and sums may overflow
+        exponent = math.frexp(float(np.abs(parts).max()))[1]
+        parts = np.ldexp(parts, -exponent) if exponent else parts  # exact, except for negligible values
+    with np.errstate(over="ignore"):  # they may be beyond the largest float
+        norm = float(np.ldexp(math.sqrt(float(np.dot(parts, parts))), exponent))
+        mean = np.ldexp(np.mean(parts.view(wide.dtype), keepdims=True).view(np.float64), exponent).view(wide.dtype)
+    return Statistics(numel, nan, inf, low, high, mean.item(), norm)
 
 
 def _joined(one: Statistics, other: Statistics) -> Statistics:

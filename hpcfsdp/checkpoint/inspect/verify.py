@@ -21,8 +21,7 @@ from hpcfsdp.checkpoint.format.small_values import odd_hyper_parameters
 from hpcfsdp.checkpoint.inspect.stats import Advance, ignore, iter_pieces
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
-_TRIES = 5
-"""To look at a file that other ones replace."""
+_TRIES = 5  # to look at a file that other ones replace
 
 
 @dataclass(frozen=True)
@@ -35,17 +34,12 @@ class Damage:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a verification.
-
-    Attributes:
-        faults: empty if every byte is as it was written.
-        tensors, nbytes: numbers of checked tensors and of the file's bytes, with its parts; 0 without a readable index.
-    """
+    """The result of a verification: no `faults` if every byte is as it was written."""
 
     path: Path
     faults: tuple[Damage, ...]
     tensors: int = 0
-    nbytes: int = 0
+    nbytes: int = 0  # of the file and its parts; 0, as the number of checked tensors, without a readable index
 
     @property
     def sound(self) -> bool:
@@ -69,22 +63,18 @@ def verify_file(path: str | os.PathLike[str], advance: Advance = ignore) -> Repo
     path = Path(path)
     for attempt in range(_TRIES):
         try:
-            return _check_all(open_index(path), path, advance)
+            index = open_index(path)
+            with open_file(path, index.footer) as fd:
+                faults = [*_structure_faults(index, fd), *_gap_faults(index, 0, index.footer, fd)]
+                nbytes = disk.size(fd) + sum(part.nbytes for part in index.parts)
+            faults += _data_faults(index, advance)
+            return Report(path, tuple(faults), len(index.tensors), nbytes)
         except CheckpointReplacedError:
             if attempt == _TRIES - 1:
                 raise
         except CheckpointCorruptError as error:  # its index cannot be read, or it has lost bytes since then
             return Report(path, (Damage("", _without(path, error)),))
     raise AssertionError("not reached")
-
-
-def _check_all(index: CheckpointIndex, path: Path, advance: Advance) -> Report:
-    with open_file(path, index.footer) as fd:
-        faults = _structure_faults(index, fd)
-        faults += _gap_faults(index, 0, index.footer, fd)
-        nbytes = disk.size(fd) + sum(part.nbytes for part in index.parts)
-    faults += _data_faults(index, advance)
-    return Report(path, tuple(faults), len(index.tensors), nbytes)
 
 
 def _without(path: Path, error: Exception) -> str:
@@ -98,11 +88,9 @@ def _structure_faults(index: CheckpointIndex, fd: int) -> list[Damage]:
             return list(_differences(index, file))
     except CheckpointError:
         raise
-    except OSError as error:
-        if error.errno:
-            raise CheckpointError(f"{index.info.path}: cannot be read: {reason(error)}") from error
-        return [Damage("", f"HDF5 cannot read it: {error}")]
     except Exception as error:  # h5py raises half a dozen types on damaged files
+        if isinstance(error, OSError) and error.errno:
+            raise CheckpointError(f"{index.info.path}: cannot be read: {reason(error)}") from error
         return [Damage("", f"HDF5 cannot read it: {str(error) or type(error).__name__}")]
 
 
@@ -159,19 +147,13 @@ def _tensor_differences(index: CheckpointIndex, spec: TensorSpec, dataset: h5py.
         expected = np.uint64(offset) + own["start"] * np.uint64(spec.itemsize)
         if np.any(own["byte_offset"] != expected):
             place = int(np.flatnonzero(own["byte_offset"] != expected)[0])
-            yield Damage(
-                spec.path,
-                f"has its element {int(own['start'][place])} at byte {int(expected[place])} for HDF5, and at "
-                f"{int(own['byte_offset'][place])} in the table of extents",
-            )
+            what = f"has its element {int(own['start'][place])} at byte {int(expected[place])} for HDF5, and at "
+            yield Damage(spec.path, f"{what}{int(own['byte_offset'][place])} in the table of extents")
 
 
 def _gap_faults(index: CheckpointIndex, number: int, footer: Footer, fd: int) -> Iterator[Damage]:
-    """Yield nonzero bytes that belong to nothing, the first of each gap.
-
-    `number` of the file is as in the table of extents.
-    """
-    path = _path_of(index, number)
+    """Yield nonzero bytes that belong to nothing, the first of each gap; `number` as in the table of extents."""
+    path = index.folder / index.parts[number - 1].name if number else index.info.path
     regions = np.array(footer.regions, np.int64).reshape(-1, 2)
     itemsizes = np.array([spec.itemsize for spec in index.tensors.values()], np.int64)
     run_begins, run_ends = elements_in(index.extents, itemsizes, number)
@@ -193,17 +175,8 @@ def _gap_faults(index: CheckpointIndex, number: int, footer: Footer, fd: int) ->
             start += len(data)
 
 
-def _path_of(index: CheckpointIndex, number: int) -> Path:
-    """Return the path of one of the files, by its number in the table of extents."""
-    path = index.info.path
-    return Path(os.path.realpath(path)).parent / index.parts[number - 1].name if number else path
-
-
 def _data_faults(index: CheckpointIndex, advance: Advance) -> Iterator[Damage]:
-    """Yield parts that differ from what was written, and runs of elements without their checksum.
-
-    Of runs that interleave, only the first: a read of any of them needs all.
-    """
+    """Yield parts that differ from what was written, and runs of elements without their checksum."""
     with BlockReader(index) as reader:
         lost = []
         for number in range(1, len(index.parts) + 1):
@@ -223,7 +196,7 @@ def _data_faults(index: CheckpointIndex, advance: Advance) -> Iterator[Damage]:
 
 def _part_faults(index: CheckpointIndex, number: int) -> Iterator[Damage]:
     """Yield damage in a part outside of its elements."""
-    path = _path_of(index, number)
+    path = index.folder / index.parts[number - 1].name
     with open_file(path) as fd:
         footer = read_file_footer(fd, path)
         if footer is None:
@@ -239,33 +212,20 @@ def _part_faults(index: CheckpointIndex, number: int) -> Iterator[Damage]:
 
 
 def _tensor_faults(index: CheckpointIndex, reader: BlockReader, path: str, advance: Advance) -> Iterator[str]:
-    for start, numel in iter_pieces(index, path):
-        try:
-            block = reader.read(path, start, numel)
-            advance(block.nbytes)
-        except CheckpointCorruptError as error:
-            first = _without(index.info.path, error)
-            break
-    else:
-        return
-    reported = set()  # one row is part of several pieces where runs interleave
-    for start, numel in iter_pieces(index, path, at_least=0):
-        try:
-            reader.read(path, start, numel)
-        except CheckpointCorruptError as error:
-            what = _without(index.info.path, error)
-            if what not in reported:
-                yield what
-            reported.add(what)
-    if not reported:
-        yield f"{first}; read a second time it was sound: the disk or the memory is not to be trusted"
+    def problems(advance: Advance, **size: int) -> Iterator[str]:
+        for start, numel in iter_pieces(index, path, **size):
+            try:
+                advance(reader.read(path, start, numel).nbytes)
+            except CheckpointCorruptError as error:
+                yield _without(index.info.path, error)
+
+    if first := next(problems(advance), None):
+        found = dict.fromkeys(problems(ignore, at_least=0))  # one row is part of several pieces where runs interleave
+        yield from found or [f"{first}; read a second time it was sound: the disk or the memory is not to be trusted"]
 
 
 def _datasets_below(file: h5py.File, top: str) -> Iterator[tuple[str, h5py.Dataset | None]]:
-    """Yield all datasets below a group, by all of their paths; None for soft and external links.
-
-    Raise ValueError for two paths to a group: a few groups that contain each other twice have endless paths.
-    """
+    """Yield all datasets below a group, by all of their paths; None for soft and external links."""
     # Not h5py's visit: it passes over the aliases of a dataset.
     start = file.get(top) if isinstance(file.get(top, getlink=True), h5py.HardLink) else None
     waiting = [("", start)] if isinstance(start, h5py.Group) else []
@@ -275,7 +235,7 @@ def _datasets_below(file: h5py.File, top: str) -> Iterator[tuple[str, h5py.Datas
         address = h5py.h5o.get_info(group.id).addr
         if address in seen:
             one, other = (f"{top}/{path}".rstrip("/") for path in (seen[address], prefix))
-            raise ValueError(f"{one} and {other} are one group")
+            raise ValueError(f"{one} and {other} are one group")  # that contain each other have endless paths
         seen[address] = prefix
         inner = []
         for name in group:

@@ -13,7 +13,6 @@ import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
-from hpcfsdp.checkpoint.format.schema import CheckpointInfo
 from hpcfsdp.checkpoint.inspect.stats import decoded
 from hpcfsdp.errors import nearest
 
@@ -40,26 +39,16 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
 
     Attributes:
         index: everything of the file but the elements.
+        info: step, world size, ``extra``, the configuration.
+        param_groups: hyper-parameters of the optimizer's groups, with the names of their parameters; None without an
+            optimizer.
+        metrics: curves recorded during training, by name: steps (int64) and values (float64).
     """
 
     def __init__(self, index: CheckpointIndex, reader: BlockReader) -> None:
-        self.index = index
+        self.index, self.info = index, index.info
+        self.param_groups, self.metrics = index.param_groups, index.metrics
         self._reader = reader.__enter__()
-
-    @property
-    def info(self) -> CheckpointInfo:
-        """Step, world size, ``extra``, the configuration."""
-        return self.index.info
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]] | None:
-        """Hyper-parameters of the optimizer's groups, with the names of their parameters; None without an optimizer."""
-        return self.index.param_groups
-
-    @property
-    def metrics(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Curves recorded during training, by name: steps (int64) and values (float64)."""
-        return self.index.metrics
 
     def close(self) -> None:
         """Close the file; tensors of it cannot be read any more."""
@@ -111,30 +100,15 @@ class LazyTensor:
 
     Attributes:
         path: under which it was asked for.
-        shape: of the whole tensor.
+        shape, ndim: of the whole tensor.
         dtype: torch's name of it, "bfloat16".
+        numel, nbytes: of all elements.
     """
 
     def __init__(self, path: str, spec: schema.TensorSpec, reader: BlockReader) -> None:
-        self.path = path
-        self.shape = spec.shape
-        self.dtype = spec.dtype
+        self.path, self.shape, self.dtype, self.ndim = path, spec.shape, spec.dtype, len(spec.shape)
+        self.numel, self.nbytes = spec.numel, spec.nbytes
         self._spec, self._reader = spec, reader
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self._spec.numel
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self._spec.nbytes
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
 
     def __len__(self) -> int:
         if not self.shape:

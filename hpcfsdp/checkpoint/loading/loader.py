@@ -8,7 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,12 +25,7 @@ from hpcfsdp.checkpoint.retention import reading
 from hpcfsdp.checkpoint.saving import rng
 from hpcfsdp.checkpoint.saving.same_call import Facts, GivenPath, compare_calls
 from hpcfsdp.comm import Communicator, of_rank_0, raise_together
-from hpcfsdp.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointMismatchError,
-    CheckpointReplacedError,
-)
+from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointReplacedError
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.reshard.sharded_tensors import as_bytes
 from hpcfsdp.state.model import (
@@ -48,9 +43,7 @@ from hpcfsdp.state.wrappers import CleanNames
 from hpcfsdp.units.flat_unit import unit_of, units_in
 from hpcfsdp.units.guard import showing_state
 
-_TRIES = 5
-"""How often a file may be replaced by another while it is opened."""
-
+_TRIES = 5  # how often a file may be replaced by another while it is opened
 _PARTLY = "; a part of the model was loaded before this error: load again before using the model"
 
 _SPOILT = "; the floating-point tensors that were to be loaded are NaN now: load another file, or make the model anew"
@@ -115,26 +108,26 @@ def load(
 
     path = Path(compare_calls(comm, "checkpoint.load", facts)["path"].expanded)
     with reading(path), contextlib.ExitStack() as stack, torch.no_grad():
-        index, reader, peers, drawing = _open_on_all_ranks(comm, stack, path, verify)
+        index, reader, peers, drawn, seed = _open_on_all_ranks(comm, stack, path, verify)
         with raise_together(comm) as exchange:
             hold_shards(model)
             in_file, match, targets, new, grown = _match_targets(reader, index, model, names, strict, stack)
-            restore = None if optimizer is None else _plan_optimizer(in_file, model, optimizer)
-            if restore is not None and names is not None:
-                _check_steps_only(match.found, restore, index.info.path)
+            chosen = None if names is None else match.found
+            restore = None if optimizer is None else _plan_optimizer(in_file, model, optimizer, chosen)
             states = {name: _module_state(in_file, name) for name in match.states}
             tensors = [*targets, *(restore.tensors if restore is not None else ())]
             for buffer in buffers_of(tensors):
                 buffer.alloc()
             found = [(str(in_file.path_in(tensor)), tensor) for tensor in targets]
-            if restore is not None:
-                _read_optimizer(reader, in_file, restore)
+            if restore is not None:  # its new state is allocated next to the old one
+                places = ((f"{schema.OPTIM_STATE}/{in_file.in_file(each.name)}", each) for each in restore.tensors)
+                _read_pieces(reader, [piece for item in places for piece in _pieces(*item)])
+                restore.check()
             draws = names is None or optimizer is not None
-            generators = _generators(index, drawing, device_of(model)) if draws else None
-            is_new = [fresh or tensor.name in new for tensor in targets]
-            kept = [item for item, new_one in zip(found, is_new, strict=True) if not new_one]
-            once = [piece for item, new_one in zip(found, is_new, strict=True) if new_one for piece in _pieces(*item)]
+            generators = _generators(index, drawn if draws else {}, seed, device_of(model))
+            kept = [] if fresh else [item for item in found if item[1].name not in new]
             twice = [piece for item in kept for piece in _pieces(*item)]
+            once = [piece for item in found if fresh or item[1].name in new for piece in _pieces(*item)]
             needed = rows_needed(index, kept, peers, comm.size)
             exchange.mine = schema.checksum(needed)
         if verify and not fresh:
@@ -158,30 +151,18 @@ def load(
     for name, module in stateful_modules(model).items():
         if name in states:
             module.set_extra_state(states[name])
-    if generators is not None:
-        generators()
+    generators()
     return dataclasses.replace(index.info, missing=match.missing, unexpected=match.unexpected)
-
-
-class _Drawing(NamedTuple):
-    """The random numbers of a rank after a load.
-
-    Attributes:
-        states: of its generators; empty for a file without any.
-        seed: of new random numbers, for ranks beyond those that have saved; else None.
-    """
-
-    states: rng.States
-    seed: int | None
 
 
 def _open_on_all_ranks(
     comm: Communicator, stack: contextlib.ExitStack, path: Path, verify: bool
-) -> tuple[CheckpointIndex, BlockReader, list[int], _Drawing]:
+) -> tuple[CheckpointIndex, BlockReader, list[int], rng.States, int | None]:
     """Open the file on all ranks, with the index that rank 0 reads. Collective over `comm`.
 
     Start again if the file is replaced meanwhile. The third result are the ranks that share this rank's page cache,
-    the fourth the random numbers that this rank continues; the index has no rows of them.
+    the fourth the states of its random number generators, of which the index has no rows; empty for a file without any.
+    The last is the seed of new random numbers, for ranks beyond those that have saved.
     """
     of_ranks: rng.States = {}
 
@@ -204,7 +185,7 @@ def _open_on_all_ranks(
             peers = [rank for rank, place in enumerate(exchange.everyone) if place == exchange.mine]
             states = rng.scatter(comm, index.rng, of_ranks) if index.rng else {}
             is_new = comm.rank >= index.info.world_size and "torch_cpu" in states
-            return index, reader, peers, _Drawing(states, seed ^ comm.rank if is_new else None)
+            return index, reader, peers, states, seed ^ comm.rank if is_new else None
         stack.close()
     raise CheckpointReplacedError(f"{path}: was replaced {_TRIES} times while it was opened: load another file")
 
@@ -215,13 +196,6 @@ def _pieces(path: str, tensor: StateTensor) -> list[_Piece]:
         if any(step == 0 and size > 1 for step, size in zip(piece.tensor.stride(), piece.tensor.shape, strict=True)):
             raise CheckpointError(f"{tensor.name!r} is an expanded tensor, which cannot be filled: make it contiguous")
     return [(path, piece, tensor.dtype) for piece in tensor.pieces]
-
-
-def _read_optimizer(reader: BlockReader, in_file: FileNames, restore: OptimizerRestore) -> None:
-    """Read the new state of an optimizer, which is allocated next to the old one."""
-    paths = [f"{schema.OPTIM_STATE}/{in_file.in_file(tensor.name)}" for tensor in restore.tensors]
-    _read_pieces(reader, [piece for item in zip(paths, restore.tensors, strict=True) for piece in _pieces(*item)])
-    restore.check()
 
 
 @contextlib.contextmanager
@@ -268,7 +242,6 @@ def _match_targets(
     """Return the file's names, the match with the model, and the tensors to fill. They have memory from now on.
 
     Further results are the names of those that had none on this rank, and buffers that get another shape, with values.
-
     `stack` removes memory of meta tensors again after an error.
     """
     tensors = model_tensors(model)
@@ -289,10 +262,8 @@ def _match_targets(
 def _grown(
     reader: BlockReader, files: FileNames, model: nn.Module, tensors: Sequence[StateTensor]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Buffers of another shape in the file that their modules load all the same, and what they hold then, by name.
-
-    Observers of quantisation have a ``_load_from_state_dict`` that resizes what has no values yet. It is given copies.
-    """
+    """Buffers of another shape in the file that their modules load all the same, and what they hold then, by name."""
+    # Observers of quantisation have a ``_load_from_state_dict`` that resizes what has no values yet: it gets copies.
     by_name = {name: tensor for tensor in tensors for name in (tensor.name, *tensor.aliases)}
     found, name_of = {}, CleanNames.of(model)
     for path, module in model.named_modules():
@@ -322,12 +293,14 @@ def _grown(
     return found
 
 
-def _plan_optimizer(in_file: FileNames, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerRestore:
+def _plan_optimizer(
+    in_file: FileNames, model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Collection[str] | None
+) -> OptimizerRestore:
+    """Match the optimizer with the file's; it must step `chosen` parameters alone, if that is not None."""
     index = in_file.index
     if index.param_groups is None or index.scalars is None:
-        raise CheckpointMismatchError(
-            f"{index.info.path}: holds no optimizer; load it with optimizer=None to start a new one"
-        )
+        what = "holds no optimizer; load it with optimizer=None to start a new one"
+        raise CheckpointMismatchError(f"{index.info.path}: {what}")
     prefix = f"{schema.OPTIM_STATE}/"
     saved = {
         in_file.in_model(path.removeprefix(prefix)): TensorInfo(spec.shape, getattr(torch, spec.dtype))
@@ -335,19 +308,14 @@ def _plan_optimizer(in_file: FileNames, model: nn.Module, optimizer: torch.optim
         if path.startswith(prefix)
     }
     try:
-        return OptimizerRestore(model, optimizer, saved, *in_file.optimizer())
+        restore = OptimizerRestore(model, optimizer, saved, *in_file.optimizer())
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(f"{index.info.path}: {error}") from None
-
-
-def _check_steps_only(chosen: Collection[str], restore: OptimizerRestore, path: Path) -> None:
-    """Raise CheckpointError if the optimizer steps a parameter that is not chosen."""
-    others = [name for name in restore.param_names if name not in chosen]
-    if others:
-        raise CheckpointError(
-            f"{path}: the optimizer steps {others[0]!r}, which names= leaves out: choose all that it steps, or leave "
-            "the optimizer out"
-        )
+    other = None if chosen is None else next((name for name in restore.param_names if name not in chosen), None)
+    if other is not None:
+        what = f"the optimizer steps {other!r}, which names= leaves out: choose all that it steps, or leave the"
+        raise CheckpointError(f"{index.info.path}: {what} optimizer out")
+    return restore
 
 
 def _module_state(in_file: FileNames, name: str) -> Any:
@@ -355,26 +323,24 @@ def _module_state(in_file: FileNames, name: str) -> Any:
     try:
         return from_plain(*in_file.index.module_states[in_file.in_file(name)])
     except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        path = in_file.index.info.path
-        raise CheckpointCorruptError(
-            f"{path}: the saved state of the module {name!r} does not have the form that hpcfsdp writes"
-        ) from error
+        what = f"the saved state of the module {name!r} does not have the form that hpcfsdp writes"
+        raise CheckpointCorruptError(f"{in_file.index.info.path}: {what}") from error
 
 
-def _generators(index: CheckpointIndex, drawing: _Drawing, device: torch.device) -> Callable[[], None]:
+def _generators(
+    index: CheckpointIndex, drawn: rng.States, seed: int | None, device: torch.device
+) -> Callable[[], None]:
     """Return a function that restores the random number generators. It has been tried, so that it will not fail."""
-    if not drawing.states:  # written by a converter, or through torch.distributed.checkpoint
+    if not drawn:  # as in files of converters and of torch.distributed.checkpoint
         return lambda: None
     before = rng.capture(device)
     try:
-        rng.restore(drawing.states, device)
+        rng.restore(drawn, device)
     except (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"{index.info.path}: its random number states do not fit: {error}") from error
     finally:
         rng.restore(before, device)
-    if drawing.seed is None:
-        return functools.partial(rng.restore, drawing.states, device)
-    return functools.partial(rng.reseed, drawing.seed)
+    return functools.partial(rng.restore, drawn, device) if seed is None else functools.partial(rng.reseed, seed)
 
 
 _RANGE_BYTES = 64 << 20
@@ -386,13 +352,8 @@ def rows_needed(
 ) -> np.ndarray:
     """Return rows of the table of extents, by their places in it, that a node needs; in the order of the file.
 
-    They include all rows that this rank needs. Ranks of a node usually find the same rows, but may not where
-    parameters are laid out differently for some of them.
-
-    Args:
-        tensors: to load, with the path of each in the file.
-        peers: the ranks of this node, including this one.
-        num_ranks: on all nodes.
+    They include all rows that this rank needs. Ranks of a node (`peers`, with this one) usually find the same rows, but
+    may not where parameters are laid out differently for some of them. `tensors` to load come with their paths.
     """
     is_peer = np.zeros(num_ranks, bool)
     is_peer[list(peers)] = True
@@ -414,8 +375,7 @@ def select_share(index: CheckpointIndex, places: np.ndarray, number: int, count:
     # A row belongs to the range with its middle. The ranks take ranges in turn.
     turns = max(1, -(-int(nbytes.sum()) // (count * _RANGE_BYTES)))
     ranges = (np.cumsum(nbytes) - nbytes // 2 - 1) * (turns * count) // max(1, nbytes.sum())
-    share: np.ndarray = places[ranges % count == number]
-    return share
+    return np.asarray(places[ranges % count == number])
 
 
 def _overlapping(rows: np.ndarray, tensor: StateTensor, is_peer: np.ndarray) -> np.ndarray:
@@ -429,5 +389,4 @@ def _overlapping(rows: np.ndarray, tensor: StateTensor, is_peer: np.ndarray) -> 
     first = rows["start"].astype(np.int64)
     last = first + schema.row_spans(rows)
     # Of the needed ranges that begin before a row ends, some do not end before it begins.
-    overlapping: np.ndarray = np.searchsorted(begins, last) > np.searchsorted(ends, first, side="right")
-    return overlapping
+    return np.asarray(np.searchsorted(begins, last) > np.searchsorted(ends, first, side="right"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -30,13 +30,10 @@ class FileNames:
 
     They equal the model's, unless every name in the file begins with the name of a wrapper's child (``module.``), as in
     other programs' files of a ``DistributedDataParallel``.
-
-    Attributes:
-        known: the model's names.
     """
 
     index: CheckpointIndex
-    known: Collection[str] = field(repr=False)
+    known: Collection[str]  # the model's names
 
     @cached_property
     def prefix(self) -> str:
@@ -57,10 +54,8 @@ class FileNames:
 
     def optimizer(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Return scalars by ``name/key`` and ``param_groups`` of the file's optimizer, by names in the model."""
-        scalars, groups = (
-            dict(self.index.scalars or {}),
-            from_plain(self.index.param_groups or [], self.index.group_types),
-        )
+        scalars = dict(self.index.scalars or {})
+        groups = from_plain(self.index.param_groups or [], self.index.group_types)
         if self.prefix:
             scalars = {self.in_model(name): value for name, value in scalars.items()}
             groups = [{**group, "params": list(map(self.in_model, group["params"]))} for group in groups]
@@ -107,10 +102,7 @@ def check_patterns(names: Sequence[str] | None) -> None:
 def chosen_of(
     tensors: Sequence[StateTensor], modules: Mapping[str, nn.Module], patterns: Sequence[str]
 ) -> tuple[list[StateTensor], dict[str, nn.Module], set[str]]:
-    """Return the tensors, and modules with extra state, that match the patterns, and all names of these tensors.
-
-    Raise CheckpointError, with the nearest name, if a pattern matches no tensor.
-    """
+    """Return what patterns match: tensors, modules with extra state, all names of the tensors; each has to match."""
     of_name = {_MODEL + name: tensor.name for tensor in tensors for name in (tensor.name, *tensor.aliases)}
     chosen: set[str] = set()
     for pattern in patterns:
@@ -136,8 +128,7 @@ class Match:
     found: frozenset[str]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    states: frozenset[str]
-    """Modules with extra state in the file."""
+    states: frozenset[str]  # modules with extra state in the file
 
 
 def match_model(
@@ -146,11 +137,7 @@ def match_model(
     """Match a model with the file.
 
     Raise CheckpointError if a pattern matches nothing in the file, CheckpointMismatchError with a list of missing,
-    unexpected and different tensors.
-
-    Args:
-        states: names of modules with extra state.
-        names, strict: as ``load`` takes them.
+    unexpected and different tensors. `states` are the names of modules with extra state.
     """
     index = files.index
     there = {path for path in (*index.tensors, *index.links) if path.startswith(_MODEL)}
@@ -195,14 +182,11 @@ def _differences(files: FileNames, tensor: StateTensor) -> list[str]:
     index, path = files.index, files.path_in(tensor)
     if path is None:
         return []
-    spec = index.resolve(path)
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    spec, dtype = index.resolve(path), str(tensor.dtype).removeprefix("torch.")
+    in_file, in_model = f"{list(spec.shape)} {spec.dtype}", f"{list(tensor.shape)} {dtype}"
     lines = []
-    if (spec.shape, spec.dtype) != (tensor.shape, dtype):
-        lines.append(
-            f"  differing: {tensor.name} is {list(spec.shape)} {spec.dtype} in the file, "
-            f"{list(tensor.shape)} {dtype} in the model"
-        )
+    if in_file != in_model:
+        lines.append(f"  differing: {tensor.name} is {in_file} in the file, {in_model} in the model")
     own = {alias: index.links.get(alias, alias) for alias in files.paths(tensor) if alias != path}
     return lines + [
         f"  differing: {files.in_model(alias.removeprefix(_MODEL))} is a tensor of its own in the file, tied to "
@@ -213,10 +197,8 @@ def _differences(files: FileNames, tensor: StateTensor) -> list[str]:
 
 
 def _same_elements(index: CheckpointIndex, one: str, other: str) -> bool:
-    """Return whether two tensors of a file are equal bit by bit, by their checksums.
-
-    Writers that do not record ties, as torch.distributed.checkpoint, write a tensor for each name.
-    """
+    """Return whether two tensors of a file are equal bit by bit, by their checksums."""
+    # Writers that do not record ties, as torch.distributed.checkpoint, write a tensor for each name.
     left, right = index.resolve(one), index.resolve(other)
     fields = ["start", "numel", "count", "stride", "checksum"]
     return left is right or (

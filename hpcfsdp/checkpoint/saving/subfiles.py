@@ -17,8 +17,8 @@ import torch
 from hpcfsdp import env
 from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.metadata import MetadataImage, VirtualSource, build_metadata_image
-from hpcfsdp.checkpoint.format.parts import part_path
 from hpcfsdp.checkpoint.format.schema import TensorSpec
+from hpcfsdp.checkpoint.retention import part_path
 from hpcfsdp.checkpoint.saving.content import Content
 from hpcfsdp.checkpoint.saving.plan import SavePlan
 from hpcfsdp.checkpoint.saving.temporary import BlockWriter, BytesOf, TemporaryFile, extent_rows, naming_write_errors
@@ -177,7 +177,7 @@ class SubfilesWriter(PosixWriter):
         def commit() -> None:
             with naming_write_errors(path):
                 names = [path.name.encode() for path in self._paths]
-                table = np.zeros(len(names), schema.file_table_dtype(max(map(len, names), default=0)))
+                table = np.zeros(len(names), schema.table_dtype(schema.FILES, max(map(len, names), default=0)))
                 table["name"] = names
                 for number, part in enumerate(self._parts):
                     rows["file"][part.blocks] = number + 1

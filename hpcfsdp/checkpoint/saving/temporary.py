@@ -16,7 +16,7 @@ from hpcfsdp.checkpoint.format.catalog import partial_path
 from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.checkpoint.format.footer import Footer
 from hpcfsdp.checkpoint.format.metadata import MetadataImage
-from hpcfsdp.checkpoint.format.parts import owned_parts, remove_abandoned, remove_parts
+from hpcfsdp.checkpoint.retention import owned_parts, remove_abandoned, remove_parts
 from hpcfsdp.checkpoint.saving.plan import SavePlan
 from hpcfsdp.errors import CheckpointError
 

@@ -37,9 +37,9 @@ def put_values(file, rows=(), tensors=(), sizes=(), version="1.0", **json_by_nam
     file.attrs["step"] = file.attrs["world_size"] = np.int64(1)
     file.attrs["committed"] = np.uint8(1)
     longest = max((len(row[0]) for row in tensors), default=1)
-    file[schema.TENSORS] = np.array(list(tensors), schema.tensor_table_dtype(longest))
+    file[schema.TENSORS] = np.array(list(tensors), schema.table_dtype(schema.TENSORS, longest))
     file[schema.SHAPES] = np.array(list(sizes), "<u8")
-    file[schema.LINKS] = np.zeros(0, schema.link_table_dtype(1))
+    file[schema.LINKS] = np.zeros(0, schema.table_dtype(schema.LINKS, 1))
     file[schema.EXTENTS] = np.array(list(rows), schema.EXTENT_DTYPE)
     file.require_group(schema.MODEL)
     texts = {schema.EXTRA_VALUES: "{}", schema.CONFIG: "null"}

@@ -287,7 +287,7 @@ def table(name, value):
 
 
 def tensor_rows(*rows):
-    return np.array(list(rows), schema.tensor_table_dtype(7))
+    return np.array(list(rows), schema.table_dtype(schema.TENSORS, 7))
 
 
 TABLES = [
@@ -298,13 +298,13 @@ TABLES = [
     ),
     (schema.TENSORS, tensor_rows((b"model/w", b"uint8", 0, 1 << 40)), "dimensions; a tensor has 32 at most"),
     (schema.TENSORS, tensor_rows((b"model/w", b"uint8", 0, 0), (b"model/w", b"uint8", 0, 0)), "has 'model/w' twice"),
-    (schema.TENSORS, np.zeros((1, 1), schema.tensor_table_dtype(7)), "meta/tensors is no table of path"),
+    (schema.TENSORS, np.zeros((1, 1), schema.table_dtype(schema.TENSORS, 7)), "meta/tensors is no table of path"),
     (schema.TENSORS, np.zeros(3), "meta/tensors is no table of path"),
     (schema.SHAPES, np.array([-1]), "meta/shapes is no list of sizes"),
     (schema.SHAPES, np.array([1.5]), "meta/shapes is no list of sizes"),
     (
         schema.LINKS,
-        np.array([(b"x", 5)], schema.link_table_dtype(1)),
+        np.array([(b"x", 5)], schema.table_dtype(schema.LINKS, 1)),
         "meta/links has 'x' for tensor 5, which cannot be",
     ),
     (schema.EXTENTS, np.zeros(2), "meta/extents is no table of extents"),
@@ -354,7 +354,7 @@ def test_more_dimensions_than_hdf5_has_cannot_be_saved(tmp_path):
 @pytest.mark.parametrize("kind", ["pipe", "socket"])
 def test_a_part_that_is_no_file_is_refused_without_waiting_for_it(tmp_path, kind, monkeypatch):
     def more(file):
-        file[schema.FILES] = np.array([(b"part.h5", 100, 1)], schema.file_table_dtype(7))
+        file[schema.FILES] = np.array([(b"part.h5", 100, 1)], schema.table_dtype(schema.FILES, 7))
 
     path = make_file(tmp_path / "a.h5", more=more, **one_tensor(10, file=1, byte_offset=0))
     if kind == "pipe":

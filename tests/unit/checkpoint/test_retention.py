@@ -13,9 +13,8 @@ from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint import retention
 from hpcfsdp.checkpoint.format.catalog import ABANDONED_AFTER_S, checkpoint_path, partial_path
 from hpcfsdp.checkpoint.format.disk import System
-from hpcfsdp.checkpoint.format.parts import is_part
 from hpcfsdp.checkpoint.format.reader import BlockReader
-from hpcfsdp.checkpoint.retention import which_to_remove
+from hpcfsdp.checkpoint.retention import is_part, which_to_remove
 from hpcfsdp.errors import CheckpointError, UsageError
 from tests.disks import using
 

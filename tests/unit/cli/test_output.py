@@ -56,7 +56,7 @@ def evil(tmp_path):
         file[f"metrics/{EVIL}/step"] = np.array([1])
         file[f"metrics/{EVIL}/value"] = np.array([1.0])
         del file[schema.LINKS]
-        file[schema.LINKS] = np.array([(name + b"2", 0)], schema.link_table_dtype(len(name) + 1))
+        file[schema.LINKS] = np.array([(name + b"2", 0)], schema.table_dtype(schema.LINKS, len(name) + 1))
 
     groups = json.dumps([{"params": [EVIL], EVIL: "\ud800"}])
     return make_file(

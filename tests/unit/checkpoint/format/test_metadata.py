@@ -61,7 +61,9 @@ def test_hdf5_reads_what_was_put_together(tmp_path_factory, kinds, note):
         np.testing.assert_array_equal(file[schema.EXTENTS][...], rows)
         for spec, offset in zip(specs, metadata_image.offsets, strict=True):
             dataset = file[spec.path]
-            assert (dataset.shape, schema.torch_dtype(dataset)) == (spec.shape, spec.dtype)
+            assert (dataset.shape, dataset.id.get_type()) == (spec.shape, schema.hdf5_type(spec.dtype))
+            mark = spec.dtype.encode() if schema.needs_mark(spec.dtype) else None
+            assert schema.attribute(dataset, schema.DTYPE_ATTRIBUTE) == mark
             assert offset == (dataset.id.get_offset() or 0)
 
 

@@ -158,8 +158,8 @@ class Reads(reader.BlockReader):
     def __init__(self):
         self.asked = []
 
-    def read_into(self, path, start, output):
-        self.asked.append((start, len(output)))
+    def read_all(self, wanted):
+        self.asked += [(start, len(output)) for _, start, output in wanted]
 
     def read(self, path, start, numel):
         self.asked.append((start, numel))

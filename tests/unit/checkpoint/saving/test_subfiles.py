@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from hpcfsdp.checkpoint.format import schema
-from hpcfsdp.checkpoint.format.parts import is_part, part_path
+from hpcfsdp.checkpoint.retention import is_part, part_path
 from hpcfsdp.checkpoint.saving.mpio import BLOCKS_AT_ONCE, calls_by_tensor
 from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, SavePlan, plan_save
 from hpcfsdp.checkpoint.saving.subfiles import divide, sources_of
