@@ -47,7 +47,7 @@ def abandoned_partials(path: Path, now_s: float) -> list[Path]:
 def was_abandoned(part: Path, now_s: float) -> bool:
     """Return whether a file's process has ended on this system, or its last write is ``ABANDONED_AFTER_S`` ago."""
     made_by = _MADE_BY.search(part.name)
-    if made_by is not None and made_by[1] == _system():
+    if made_by is not None and lock.system() and made_by[1] == _system():
         runs = lock.runs(int(made_by[2], 16), str(int(made_by[3], 16)))
         if runs is not None:
             return not runs

@@ -9,8 +9,11 @@ from hpcfsdp.checkpoint.format.catalog import (
     checkpoint_files,
     checkpoint_path,
     latest,
+    new_token,
     partial_path,
+    was_abandoned,
 )
+from hpcfsdp.launch import lock
 
 
 def test_names_sort_like_steps():
@@ -64,3 +67,15 @@ def test_a_partial_file_that_vanishes_is_none_that_was_left(tmp_path, monkeypatc
     left.touch()
     monkeypatch.setattr(Path, "glob", lambda *_: iter([gone, left]))
     assert abandoned_partials(path, left.stat().st_mtime + ABANDONED_AFTER_S + 1) == [left]
+
+
+@pytest.mark.parametrize(("system", "ended"), [("boot and namespace", True), ("", False)])
+def test_processes_are_looked_for_only_where_the_system_is_known(tmp_path, monkeypatch, system, ended):
+    """Where it is not, the process may run on another node: only the last write tells whether it has ended."""
+    monkeypatch.setattr(lock, "system", lambda: system)
+    part = partial_path(tmp_path / "step-5.h5", new_token())
+    part.touch()
+    monkeypatch.setattr(lock, "runs", lambda pid, began: False)
+    last_write_s = part.stat().st_mtime
+    assert was_abandoned(part, last_write_s) is ended
+    assert was_abandoned(part, last_write_s + ABANDONED_AFTER_S + 1)
