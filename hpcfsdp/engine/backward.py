@@ -17,8 +17,7 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.params.gradient import ShardedGrad
 from hpcfsdp.params.sharded_params import ShardedParams
 
-Leaf = tuple[ShardedGrad, int]
-"""A leaf: the gradient of its flat parameter, and its index there."""
+Leaf = tuple[ShardedGrad, int]  # the gradient of its flat parameter, and its index there
 
 
 @dataclass(eq=False)
@@ -26,26 +25,16 @@ class ForwardCall:
     """The record of one forward of a unit, for its backward.
 
     Lives as long as the graph that the call made: hooks on its outputs hold it, those on its inputs do not.
-
-    Attributes:
-        inputs: nodes through which gradients leave the call towards earlier modules.
-        has_backward: whether its outputs may get gradients.
-        is_open: whether its inputs cannot show when its backward is complete.
-        accumulators: nodes that add to the gradients of the unit's leaves.
-        versions: ``ShardedParams.versions`` at the forward, by the unit's gradients.
-        inputs_pending: how many of `inputs` have not had their gradient in this backward.
-        ends_at_inputs: whether gradients leave it in this backward; a module may detach its inputs.
-        backward: the root's number of the last backward through the call; several may go through one graph.
     """
 
-    inputs: list[Any] = field(default_factory=list)
-    has_backward: bool = False
-    is_open: bool = False
-    accumulators: list[tuple[Leaf, Any]] = field(default_factory=list)
-    versions: list[list[int]] = field(default_factory=list)
-    inputs_pending: int = 0
-    ends_at_inputs: bool = False
-    backward: int = 0
+    inputs: list[Any] = field(default_factory=list)  # nodes through which gradients leave towards earlier modules
+    has_backward: bool = False  # whether its outputs may get gradients
+    is_open: bool = False  # whether its inputs cannot show when its backward is complete
+    accumulators: list[tuple[Leaf, Any]] = field(default_factory=list)  # nodes that add to gradients of leaves
+    versions: list[list[int]] = field(default_factory=list)  # of parameters at the forward, by the unit's gradients
+    inputs_pending: int = 0  # how many of `inputs` have not had their gradient in this backward
+    ends_at_inputs: bool = False  # whether gradients leave it in this backward; a module may detach its inputs
+    backward: int = 0  # the root's number of the last backward through it; several may go through one graph
 
 
 class BackwardAccount:
@@ -102,13 +91,8 @@ class BackwardAccount:
 
         They may be needed until the gradients of the inputs are computed, for instance frozen or detached weights. If
         no gradient leaves through the inputs, the backward ends when all leaves have theirs, or when the backward of
-        another unit begins, or that of the model ends: units inside may need the parameters of this one, and reentrant
-        checkpoints hide leaves in graphs of their own.
-
-        Args:
-            leaves: of the unit.
-            holds_units: whether there are units inside.
-            is_followed: the backward of a unit begins that neither holds this one nor is inside.
+        another unit begins (`is_followed`: one that neither holds this one nor is inside), or that of the model ends:
+        units inside may need the parameters of this one, and reentrant checkpoints hide leaves in graphs of their own.
         """
         if self._num_outstanding:
             return False
@@ -125,27 +109,19 @@ class BackwardAccount:
 
     def close(self, grads: Iterable[ShardedGrad]) -> None:
         """Forget this backward of the unit with these gradients."""
-        self._calls.clear()
-        self._counted.clear()
-        self._outstanding.clear()
+        for counted in (self._calls, self._counted, self._outstanding, self._incomplete, self._arrived):
+            counted.clear()
         self._num_outstanding = 0
-        self._incomplete.clear()
-        self._arrived.clear()
         for grad in grads:
             grad.outstanding = 0
 
 
 class Leaves:
-    """The leaves of a unit in autograd's graph: the nodes that add to their gradients, and the hooks on them.
-
-    Attributes:
-        found: each with the gradient that it belongs to, and its index there.
-        is_trained: whether a leaf required a gradient when the unit was last called; the same on all ranks.
-    """
+    """The leaves of a unit in autograd's graph: the nodes that add to their gradients, and the hooks on them."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[ShardedGrad, int, nn.Parameter]] = []
-        self.is_trained = False
+        self.found: list[tuple[ShardedGrad, int, nn.Parameter]] = []  # each with its gradient, and its index there
+        self.is_trained = False  # whether one required a gradient when the unit was last called; as on all ranks
         self._hooked: dict[nn.Parameter, RemovableHandle] = {}
         self._detached: set[nn.Parameter] = set()  # those with optimizers in backward, which are deferred
 
@@ -193,12 +169,7 @@ class Leaves:
                 _compat.forget_accumulator(leaf)
 
     def follow(self, unit: str, hook_for: Callable[[ShardedGrad, int], Callable[[torch.Tensor], None]]) -> None:
-        """Follow changes of ``requires_grad`` since the last call, and users' hooks.
-
-        Args:
-            unit: its name, for messages.
-            hook_for: makes the hook for the gradients of a leaf.
-        """
+        """Follow changes of ``requires_grad`` since the last call, and users' hooks. `unit` is for messages."""
         for flat in self._sharded_params:
             if not flat.steps_leaves:
                 flat.follow_requires_grad(unit)
@@ -216,11 +187,7 @@ class Leaves:
                 self._hooked[leaf] = leaf.register_post_accumulate_grad_hook(hook)
 
     def accumulators(self, unit: str) -> list[tuple[Leaf, Any]]:
-        """Return the nodes that add to the gradients of the leaves in the latest graph.
-
-        Raises:
-            EngineError: the program has made one while the parameter was sharded. `unit`: its name, for the message.
-        """
+        """Return the nodes that add to the gradients of leaves in the latest graph. `unit` is for messages."""
         if self._accumulators is None or self._renews_accumulators:
             with torch.enable_grad():
                 self._accumulators = [((grad, index), _accumulator_of(leaf)) for grad, index, leaf in self.found]
@@ -280,11 +247,11 @@ class _OwnHook(functools.partial):
     """A hook of the engine, which autograd calls when it has accumulated the gradient of a leaf."""
 
 
+@dataclass(eq=False)
 class _DeferredHook:
     """Takes the place of a user's hook, which runs later."""
 
-    def __init__(self, hook: Callable[[nn.Parameter], Any]) -> None:
-        self.hook = hook
+    hook: Callable[[nn.Parameter], Any]
 
     def __call__(self, _leaf: nn.Parameter) -> None:
         pass

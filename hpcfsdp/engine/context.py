@@ -29,24 +29,17 @@ _BUFFERS_BETWEEN_NODES = 4
 
 
 class UnshardedParams:
-    """The unsharded parameters of one unit.
-
-    Attributes:
-        name: of the unit.
-        gathers: those that a gather brings; others stay gathered.
-        takes_messages: whether other nodes send them to a CPU, while the program computes. The program runs ahead of a
-            device by itself, and within a node a gather moves no bytes.
-        is_gathered: whether memory is allocated for them; changed by ``Context`` alone.
-        gathered: the event that the gather is done; changed by ``Context`` alone.
-    """
+    """The unsharded parameters of one unit."""
 
     def __init__(self, sharded_params: Sequence[ShardedParams], name: str = "") -> None:
         self.sharded_params = tuple(sharded_params)
-        self.name = name
+        self.name = name  # of the unit
         self.gathers = tuple(flat for flat in self.sharded_params if not flat.stays_gathered)
+        # Whether other nodes send them to a CPU, while the program computes. It runs ahead of a device by itself, and
+        # within a node a gather moves no bytes.
         self.takes_messages = any(flat.comm.spans_nodes for flat in self.gathers)
-        self.is_gathered = False
-        self.gathered: Any = None
+        self.is_gathered = False  # whether memory is allocated for them; changed by `Context` alone, as is:
+        self.gathered: Any = None  # the event that the gather is done
 
     @property
     def is_bound(self) -> bool:
@@ -54,36 +47,21 @@ class UnshardedParams:
         return any(flat.is_unsharded for flat in self.sharded_params)
 
 
-def _gather(flat: ShardedParams, async_op: bool) -> Any:
-    return flat.gather(async_op=async_op)
-
-
 class Context:
-    """The streams of one root, and what is gathered on them.
-
-    Attributes:
-        ahead: the parameters that are gathered and not used yet.
-        shards_written: the event that the optimizer has written the shards.
-        user_event: the program's own such event, for the next iteration; None for the end of all that was launched.
-        params_by_name: those of each unit, for ``gather_ahead``.
-    """
+    """The streams of one root, and what is gathered on them."""
 
     def __init__(self, streams: Streams, order: Order, params_by_name: Mapping[str, UnshardedParams]) -> None:
         self.streams = streams
         self.order = order
         self.reductions = Reductions(streams)
-        self.ahead: dict[UnshardedParams, None] = {}
-        self.shards_written: Any = None
-        self.user_event: Any = None
-        self.params_by_name = params_by_name
+        self.ahead: dict[UnshardedParams, None] = {}  # gathered and not used yet
+        self.shards_written: Any = None  # the event that the optimizer has written the shards
+        self.user_event: Any = None  # the program's own one, for the next iteration; None: all that was launched
+        self.params_by_name = params_by_name  # by that of the unit, for `gather_ahead`
         self._retired: deque[tuple[UnshardedParams, Any]] = deque()  # resharded, with their memory not freed yet
 
     def unshard(self, params: UnshardedParams, *, ahead: bool = False) -> None:
-        """Begin to gather a unit's parameters, unless that has begun. Collective over the unit's ranks.
-
-        Args:
-            ahead: another unit computes first.
-        """
+        """Begin to gather parameters, `ahead` of other units' computation. Collective over the unit's ranks."""
         if params.is_gathered or not params.gathers:
             return
         params.is_gathered = True
@@ -91,8 +69,7 @@ class Context:
         streams.wait(Stream.GATHER, self.shards_written, Wait.SHARDS_WRITTEN)
         self.free_retired(keep=0 if ahead else 1, unless=params)
         for flat in params.gathers:
-            gather = functools.partial(_gather, flat)
-            params.gathered = streams.launch(Stream.GATHER, gather, flat.finish_gather, label=params.name)
+            params.gathered = streams.launch(Stream.GATHER, flat.gather, flat.finish_gather, label=params.name)
 
     def await_unshard(self, params: UnshardedParams) -> None:
         """Have modules compute with the gathered parameters."""
@@ -132,8 +109,7 @@ class Context:
     def gather_ahead(self, kind: str) -> None:
         """Begin to gather the unit that will do `kind` next, if it is known. Collective over that unit's ranks."""
         name = self.order.upcoming(kind)
-        params = self.params_by_name.get(name) if name is not None else None
-        if params is not None:
+        if name is not None and (params := self.params_by_name.get(name)) is not None:
             self.gather_in_advance(params)
 
     def gather_in_advance(self, params: UnshardedParams) -> None:
@@ -145,19 +121,12 @@ class Context:
 
 @dataclass(eq=False)
 class GradBuffer:
-    """A buffer in which gradients are assembled, one at a time, and from which they are reduced.
+    """A buffer in which gradients are assembled, one at a time, and from which they are reduced."""
 
-    Attributes:
-        memory: shared with the other ranks of the node; None where each gradient gets memory of its own.
-        waiting: gradients that will use the buffer; the first uses it now.
-        event: that the last reduction out of it is done.
-        in_use: the part in use, and the shard reduced from it. They keep memory alive that is not the buffer's own.
-    """
-
-    memory: torch.Tensor | None = None
-    waiting: deque[ShardedGrad] = field(default_factory=deque)
-    event: Any = None
-    in_use: tuple[torch.Tensor, ...] = ()
+    memory: torch.Tensor | None = None  # that ranks of the node share; None where each gradient gets its own
+    waiting: deque[ShardedGrad] = field(default_factory=deque)  # gradients that will use it; the first uses it now
+    event: Any = None  # that the last reduction out of it is done
+    in_use: tuple[torch.Tensor, ...] = ()  # the part in use, and the shard reduced from it, to keep their memory
 
     def release(self) -> None:
         """Give memory that is not the buffer's own back to the allocator."""
@@ -166,19 +135,13 @@ class GradBuffer:
 
 @dataclass(eq=False)
 class BufferRing:
-    """The buffers for gradients of one dtype and communicator, used in turn.
+    """The buffers for gradients of one dtype and communicator, used in turn."""
 
-    Attributes:
-        comm: provides memory in which it reduces fastest; None where each gradient gets memory of its own.
-        numel: of the largest gradient.
-        next_place: the place among the buffers of the one that the next gradient gets; the same on all ranks.
-    """
-
-    comm: Communicator | None
+    comm: Communicator | None  # provides memory in which it reduces fastest; None where each gradient gets its own
     dtype: torch.dtype
     buffers: list[GradBuffer] = field(default_factory=list)
-    numel: int = 0
-    next_place: int = 0
+    numel: int = 0  # of the largest gradient
+    next_place: int = 0  # among the buffers, of that for the next gradient; the same on all ranks
 
 
 class Reductions:
@@ -287,12 +250,8 @@ class Reductions:
         streams.wait(Stream.REDUCE, streams.record(Stream.COMPUTE), Wait.GRADS_WRITTEN)
         label = f"gradients of {grad.name!r}"
 
-        def begin(async_op: bool) -> Any:
-            return grad.reduce(label, async_op=async_op)
-
-        def finish() -> None:
-            grad.finish_reduce(own_buffer=own)
-
+        begin = functools.partial(grad.reduce, label)
+        finish = functools.partial(grad.finish_reduce, own_buffer=own)
         if not grad.has_replicas:
             event = streams.launch(Stream.REDUCE, begin, finish, label=grad.name)
         elif streams.overlap:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.rnn import PackedSequence
@@ -33,32 +34,21 @@ from hpcfsdp import _compat, accelerator
 
 Hook = Callable[[torch.Tensor], None]
 
-MOST_OBJECTS = 20_000
-"""Objects that one walk enters."""
-MOST_ITEMS = 200_000
-"""Items and attributes that one walk reads in objects that are no containers, and below them."""
+MOST_OBJECTS = 20_000  # that one walk enters
+MOST_ITEMS = 200_000  # items and attributes that it reads in objects that are no containers, and below them
 _MOST_DEPTH = 100
 
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, Enum, np.ndarray)
-_NO_OUTPUTS = (
-    nn.Module,
-    type,
-    types.ModuleType,
-    torch.optim.Optimizer,
-    torch.autograd.graph.Node,
-    ProcessGroup,
-    DeviceMesh,
-)
+_NO_OUTPUTS = (nn.Module, type, types.ModuleType, torch.optim.Optimizer, Node, ProcessGroup, DeviceMesh)
 """Types that are not entered: their tensors are neither arguments nor results."""
-_COPIED = (tuple, set, frozenset, PackedSequence)
-"""Containers that cannot be written to, or not in place of one item."""
+_COPIED = (tuple, set, frozenset, PackedSequence)  # containers that cannot be written to, or not in place of one item
 _NOT_COPIED = (*_ATOMS, nn.Module, type)
 _SILENT_MODULES = sys.stdlib_module_names | {"torch", "numpy", "mpi4py", "hpcfsdp"}
 """Modules of types that hold no tensors if their instances have no attributes."""
 _OPEN_IN_STDLIB = (dict, list, deque, Mapping, types.SimpleNamespace, Namespace)
 
 Cell = tuple[Callable[[Any, Any, Any], None], Any, Any, Any]
-"""An item or attribute of an object: how to write it, the owner, the key, and the value."""
+"""An item or attribute of an object: how to write it, given the next two (mostly owner and key), and the value."""
 _Copy = Callable[[Any, list[Any], list[Any]], Any]
 """Makes a copy of a container, given it, its items, and those that replace them."""
 
@@ -69,11 +59,7 @@ def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], tuple[str, 
 
 
 def unpack_kwargs(flat_args: tuple[Any, ...], kwarg_keys: tuple[str, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments that ``pack_kwargs`` was called with, from its result.
-
-    Raises:
-        ValueError: there are more keywords than values.
-    """
+    """Return the positional and keyword arguments that ``pack_kwargs`` was called with, from its result."""
     begin = len(flat_args) - len(kwarg_keys)
     if begin < 0:
         raise ValueError(f"{len(kwarg_keys)} keywords for {len(flat_args)} values: each keyword needs a value")
@@ -97,22 +83,16 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
     order, attributes and default factory, made without running constructors, ``__post_init__`` or ``__setitem__`` of
     the type. Attributes that mirror a replaced item hold the new one, and cached properties are dropped.
     """
-    return _replaced(fn, container)
-
-
-def _replaced(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    if isinstance(container, torch.Tensor):
+        return fn(container)
     # A partial, and no closure that names itself: that circle would hold what `fn` holds until the next collection.
-    return fn(value) if isinstance(value, torch.Tensor) else _copied(functools.partial(_replaced, fn), value)
+    return _copied(functools.partial(apply_to_tensors, fn), container)
 
 
 def cast_forward_inputs(
     dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a forward with their floating-point tensors in `dtype`; with None as they are.
-
-    Integer, bool and complex tensors stay. The cast is differentiable: an input that requires grad gets it in its own
-    dtype. Containers are treated as in ``apply_to_tensors``.
-    """
+    """Return the arguments of a forward with floating-point tensors in `dtype`, if there is one, differentiably."""
     if dtype is None:
         return args, kwargs
     return apply_to_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs))
@@ -123,10 +103,8 @@ def recursive_to(
 ) -> Any:
     """Return `inputs` with all tensors on `target_device`. Containers are treated as in ``apply_to_tensors``.
 
-    Args:
-        use_side_stream_for_tensor_copies: copy to an accelerator on a side stream, from pinned memory, so that the
-            copies overlap with the work that is enqueued. The current stream waits for them; the host does not.
-            Ignored on the CPU.
+    On a side stream, and from pinned memory, copies to an accelerator overlap with the work that is enqueued. The
+    current stream waits for them; the host does not. The CPU has none.
     """
     device = torch.device(target_device)
     if not accelerator.is_accelerator(device) or not use_side_stream_for_tensor_copies:
@@ -176,15 +154,11 @@ class InPlace:
 
     `fn` is called with a tensor, and whether it is within an object that is no container; for one tensor possibly
     several times.
-
-    Attributes:
-        holders: the outermost mutable objects; the module may leave tensors in these.
-        opaque: types of objects that cannot be searched.
     """
 
     def __init__(self, fn: Callable[[torch.Tensor, bool], torch.Tensor]) -> None:
-        self.holders: list[Any] = []
-        self.opaque: dict[type, None] = {}
+        self.holders: list[Any] = []  # the outermost mutable objects; the module may leave tensors in these
+        self.opaque: dict[type, None] = {}  # types of objects that cannot be searched
         self._fn = fn
         self._seen: dict[int, Any] = {}
         self._depth = 0
@@ -213,23 +187,19 @@ class InPlace:
         self._depth += 1
         self._within += not is_container
         try:
-            return self._inside(value)
+            cells = list(_cells(value))
+            for write, owner, key, item in cells:
+                self._items += self._within > 0
+                if self._items > MOST_ITEMS:
+                    self.opaque[kind] = None
+                    break
+                new = self(item)
+                if new is not item:
+                    write(owner, key, new)
+            return value if cells else _copied(self, value)
         finally:
             self._depth -= 1
             self._within -= not is_container
-
-    def _inside(self, value: Any) -> Any:
-        found = False
-        for write, owner, key, item in list(_cells(value)):
-            found = True
-            self._items += self._within > 0
-            if self._items > MOST_ITEMS:
-                self.opaque[type(value)] = None
-                break
-            new = self(item)
-            if new is not item:
-                write(owner, key, new)
-        return value if found else _copied(self, value)
 
     def _is_open(self, kind: type) -> bool:
         known = _KINDS.get(kind)
@@ -251,17 +221,11 @@ class Arguments:
     """
 
     def __init__(self, unit: str, dtype: torch.dtype | None = None, hook: Hook | None = None) -> None:
-        """Replace nothing yet.
-
-        Args:
-            unit: its name, for messages.
-            dtype: floating-point tensors are cast to it, except for those in objects of unknown types.
-            hook: for the gradients of the views; None for no views.
-        """
+        """Replace nothing yet. `unit`: its name, for messages."""
         self._unit = unit
-        self._dtype = dtype
-        self._hook = hook
-        self._views: list[tuple[torch.Tensor, Any]] = []
+        self._dtype = dtype  # floating-point tensors are cast to it, but for those in objects of unknown types
+        self._hook = hook  # for the gradients of the views; None for no views
+        self._views: list[tuple[torch.Tensor, Any]] = []  # with their grad_fn
         self._given: dict[tuple[int, bool], torch.Tensor] = {}
         self._originals: dict[int, torch.Tensor] = {}  # by the id of the replacement
         self._nodes: dict[int, Any] = {}  # the grad_fn of each original, by its id
@@ -281,11 +245,7 @@ class Arguments:
         return args, kwargs
 
     def restore(self) -> list[torch.Tensor]:
-        """Put the original tensors back into mutable objects, after the module has run.
-
-        Returns:
-            Tensors in these objects that require gradients, and that the module has stored or changed there.
-        """
+        """Put the original tensors back into mutable objects. Return computed ones there, which may get gradients."""
         if not self._holders:
             return []
         written: dict[int, torch.Tensor] = {}
@@ -304,14 +264,9 @@ class Arguments:
     def computed(
         self, outputs: Any, written: Iterable[torch.Tensor], lend: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[Any, Iterable[torch.Tensor]]:
-        """Find the tensors that the module has computed, in its outputs and in its arguments.
+        """Return the outputs, and what the module has computed, there or in its arguments: `written` as by ``restore``.
 
-        Args:
-            written: the result of ``restore``.
-            lend: returns what to return in place of a computed tensor.
-
-        Returns:
-            The outputs, with a view in place of each input that the module returns, and all tensors found.
+        In the outputs are views in place of inputs, and what `lend` returns in place of computed tensors.
         """
         # Without the view the gradient of such an input would reach it before the output's hook runs.
         passed_on: dict[int, torch.Tensor] = {}
@@ -417,14 +372,10 @@ def _cells(value: Any) -> Iterator[Cell]:
                 yield dict.__setitem__, attributes, key, item
     for slot in _slots_of(kind):
         with contextlib.suppress(AttributeError):  # not set
-            yield _set_slot, value, slot, slot.__get__(value, kind)
+            yield types.MemberDescriptorType.__set__, slot, value, slot.__get__(value, kind)
     if isinstance(value, MutableMapping) and not isinstance(value, dict):
         for key, item in value.items():
             yield operator.setitem, value, key, item
-
-
-def _set_slot(owner: Any, slot: types.MemberDescriptorType, item: Any) -> None:
-    slot.__set__(owner, item)
 
 
 def _slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
@@ -440,9 +391,7 @@ def _slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
 
 
 def _copied(visit: Callable[[Any], Any], container: Any) -> Any:
-    """Return a copy of `container`, with the results of `visit` for its items; itself if they are the same, or it has
-    none.
-    """
+    """Return a copy of `container` with the results of `visit` for its items; itself if none is another one."""
     if type(container) is tuple:
         mapped = tuple(map(visit, container))
         return container if all(map(operator.is_, mapped, container)) else mapped
@@ -455,10 +404,7 @@ def _copied(visit: Callable[[Any], Any], container: Any) -> Any:
 
 
 def _parts(value: Any) -> tuple[list[Any], _Copy] | None:
-    """Return the items of a container, and the function that copies it with others; None for what is no container.
-
-    Does not use what a subclass of a container may have overridden.
-    """
+    """Return the items of a container, whatever a subclass has overridden, and the function to copy it with others."""
     for base, items_of, copy_with in _CONTAINERS:
         if isinstance(value, base):
             return list(items_of(value)), copy_with
@@ -475,42 +421,26 @@ def _copy_packed(value: PackedSequence, _items: list[Any], mapped: list[Any]) ->
     return type(value)(data, value.batch_sizes, *orders)
 
 
-def _copy_tuple(value: tuple[Any, ...], items: list[Any], mapped: list[Any]) -> tuple[Any, ...]:
+def _copy_immutable(value: Any, items: list[Any], mapped: list[Any]) -> Any:
     try:
-        made = tuple.__new__(type(value), mapped)
+        made = (tuple if isinstance(value, tuple) else frozenset).__new__(type(value), mapped)
     except TypeError:  # the named results of torch's operators, which have a constructor in C
         return type(value)(mapped)
     return _with_attributes(made, value, items, mapped)
 
 
-def _copy_list(value: list[Any], items: list[Any], mapped: list[Any]) -> list[Any]:
-    made = list.__new__(type(value))
-    list.extend(made, mapped)
+def _copy_mutable(value: Any, items: list[Any], mapped: list[Any]) -> Any:
+    base, fill = (list, list.extend) if isinstance(value, list) else (set, set.update)
+    made = base.__new__(type(value))
+    fill(made, mapped)
     return _with_attributes(made, value, items, mapped)
-
-
-def _items_of_dict(value: dict[Any, Any]) -> list[Any]:
-    return [dict.__getitem__(value, key) for key in _keys_of_dict(value)]
-
-
-def _keys_of_dict(value: dict[Any, Any]) -> Iterator[Any]:
-    # The order of an OrderedDict is its own.
-    return OrderedDict.__iter__(value) if isinstance(value, OrderedDict) else dict.__iter__(value)
 
 
 def _copy_dict(value: dict[Any, Any], items: list[Any], mapped: list[Any]) -> dict[Any, Any]:
-    base = OrderedDict if isinstance(value, OrderedDict) else dict
+    base = OrderedDict if isinstance(value, OrderedDict) else dict  # which have each its own order
     made = base.__new__(type(value))
-    for key, item in zip(_keys_of_dict(value), mapped, strict=True):
+    for key, item in zip(base.__iter__(value), mapped, strict=True):
         base.__setitem__(made, key, item)
-    return _with_attributes(made, value, items, mapped)
-
-
-def _copy_set(value: set[Any] | frozenset[Any], items: list[Any], mapped: list[Any]) -> set[Any] | frozenset[Any]:
-    if isinstance(value, frozenset):
-        return _with_attributes(frozenset.__new__(type(value), mapped), value, items, mapped)
-    made = set.__new__(type(value))
-    set.update(made, mapped)
     return _with_attributes(made, value, items, mapped)
 
 
@@ -560,9 +490,11 @@ def _with_attributes(made: Any, old: Any, items: list[Any], mapped: list[Any]) -
 
 _CONTAINERS: tuple[tuple[Any, Callable[[Any], Iterable[Any]], _Copy], ...] = (
     (PackedSequence, lambda value: [value.data], _copy_packed),
-    (tuple, tuple.__iter__, _copy_tuple),
-    (list, list.__iter__, _copy_list),
-    (dict, _items_of_dict, _copy_dict),
-    ((set, frozenset), iter, _copy_set),
+    (tuple, tuple.__iter__, _copy_immutable),
+    (list, list.__iter__, _copy_mutable),
+    (OrderedDict, OrderedDict.values, _copy_dict),
+    (dict, dict.values, _copy_dict),
+    (set, iter, _copy_mutable),
+    (frozenset, iter, _copy_immutable),
     (Mapping, lambda value: value.values(), _copy_mapping),
 )

@@ -22,21 +22,18 @@ from hpcfsdp.comm.progress import Steps, run
 from hpcfsdp.errors import CrossedCallsError, DifferentCallsError, DisagreementError
 from hpcfsdp.hang import events, waits
 
-PATIENCE_S = 600.0
-"""How long a rank that leaves the known orders waits for the others to do the same."""
+PATIENCE_S = 600.0  # how long a rank that leaves the known orders waits for the others to do the same
 MOST_PATHS = 64
 """Remembered orders. Training and evaluation need a few each; layers skipped at random make a new one in each step."""
 _ASK_EVERY_S = (0.001, 0.1)
 """Between two queries of the store, at first and after a second: all ranks query the same one."""
-_RANKS_IN_A_WORD = 32
-"""The store has signed 64-bit counters."""
+_RANKS_IN_A_WORD = 32  # the store has signed 64-bit counters
 _ALIKE = (
     "All ranks must call the same modules in the same order, and equally often: give every rank the same number of "
     "batches, take branches that depend on data on all ranks or on none, and where a module is left out by chance "
     "(layer drop) draw that from a torch.Generator with one seed for all ranks"
 )
-Event = tuple[str, str]
-""""forward", "backward" or "end", and the name of the unit."""
+Event = tuple[str, str]  # "forward", "backward" or "end", and the name of the unit
 _END: Event = ("end", "")
 _NOTED = {"forward": events.FORWARD, "backward": events.BACKWARD}
 
@@ -51,36 +48,25 @@ class Node:
     parent: Node | None
     children: dict[Event, Node] = field(default_factory=dict)
 
-    def add(self, event: Event) -> Node:
-        digest = hashlib.blake2b(f"{self.digest} {event}".encode(), digest_size=6).hexdigest()
-        child = self.children[event] = Node(event, self.depth + 1, digest, self)
-        return child
-
 
 class Order:
     """What this iteration has done, compared with what earlier iterations did, and with the other ranks.
 
     Each rank remembers, as a tree, the orders that all ranks have followed together. A step along a known path costs
     nothing. A model that skips layers at random takes another path in each iteration, so only the latest paths are
-    kept. All ranks forget the same ones, since they have followed the same. To the hang diagnosis it is a
+    kept. All ranks forget the same ones, since they have followed the same. The diagnosis of hangs asks it, see
     ``waits.register``.
-
-    Attributes:
-        iterations: how many have begun.
     """
 
     def __init__(self, comm: Communicator, label: str, number: int = 1, *, confirm: bool) -> None:
-        """Begin with nothing known.
+        """Begin with nothing known. All ranks of `comm` have to keep the order, of their model with this `number`.
 
-        Args:
-            comm: all ranks that have to keep the same order.
-            label: of the engine, the same on all ranks, and unlike that of any other.
-            number: of the model among those of these ranks.
-            confirm: have the ranks confirm what is new; otherwise the caller compares ``digest``.
+        The `label` of the engine is the same on all ranks, and unlike that of any other. Ranks `confirm` what is new,
+        or the caller compares ``digest``.
         """
         self._root = self._at = Node(("begin", ""), 0, "", None)
         self._comm, self._number = comm, number
-        self.iterations = 0
+        self.iterations = 0  # how many have begun
         self._ends: dict[Node, None] = {}  # of the remembered paths, the latest last
         self._confirms = confirm and comm.size > 1
         self._keys: Sequence[str] = ()  # in the store, of what was confirmed last
@@ -113,19 +99,16 @@ class Order:
         events.ring.note(events.PASS, str(self.iterations))
 
     def note(self, event: Event) -> None:
-        """Note that this rank is about to do `event`. Collective over `comm` where that is new at this place.
-
-        Raises:
-            DisagreementError: another rank does something else. It names both.
-        """
+        """Note that this rank is about to do `event`, as all others. Collective over `comm` where that is new."""
         if event[0] in _NOTED:
             events.ring.note(_NOTED[event[0]], event[1])
-        known = self._at.children.get(event)
-        if known is None:
+        at = self._at
+        if event not in at.children:
             if self._confirms:
                 self._confirm(event)
-            known = self._at.add(event)
-        self._at = known
+            digest = hashlib.blake2b(f"{at.digest} {event}".encode(), digest_size=6).hexdigest()
+            at.children[event] = Node(event, at.depth + 1, digest, at)
+        self._at = at.children[event]
 
     def upcoming(self, kind: str) -> str | None:
         """Return the unit that will do `kind` next, if earlier iterations all went on in one way."""
@@ -158,16 +141,9 @@ class Order:
                 node = node.parent
 
     def meet(self, comm: Communicator, label: str, *, following: Event | None = None, flag: bool = False) -> bool:
-        """Wait for all ranks. Return whether any of them has set `flag`. Collective over `comm`.
+        """Wait for some or all ranks, which do what `label` says. Return whether one has set `flag`. Collective.
 
-        Args:
-            comm: some of the ranks that have to keep the same order, or all.
-            label: what this rank does; it must be the same on all of them.
-            following: what this rank is about to do.
-
-        Raises:
-            DisagreementError: the ranks have gone through the model in different orders; raised on all of them.
-            DifferentCallsError: the labels differ for another reason.
+        An error on all ranks names the first difference of their orders, `following` included, or else of labels.
         """
         try:
             return comm.labelled_barrier(label, flag)
@@ -270,11 +246,8 @@ class _Arrivals:
         return not missing
 
     def missing(self) -> list[int]:
-        return [
-            rank
-            for rank in range(self._comm.size)
-            if not self._words[rank // _RANKS_IN_A_WORD] >> rank % _RANKS_IN_A_WORD & 1
-        ]
+        words, size = self._words, _RANKS_IN_A_WORD
+        return [rank for rank in range(self._comm.size) if not words[rank // size] >> rank % size & 1]
 
     def _ask(self, word: int, mine: int) -> None:
         self._words[word] = self._store.add(self.keys[word], mine)

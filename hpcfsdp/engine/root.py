@@ -32,12 +32,6 @@ class Root:
     it, after its forward, and after its backward, and compare what they have done. Where they share the memory of
     gathered parameters (``ShardedParams.shares_gathered``), no rank may write a shard during a forward or backward, nor
     read those of others outside.
-
-    Attributes:
-        units: in the order in which the modules were registered, the root first.
-        context: what the units share.
-        device: where the units compute.
-        in_backward: whether a backward has begun. ``_finish_backward`` ends it.
     """
 
     def __init__(
@@ -51,21 +45,18 @@ class Root:
         streams: Streams | None = None,
         lines: tuple[Communicator, Communicator | None] | None = None,
     ) -> None:
-        """Join the units.
+        """Join the units, in the order in which the modules were registered, the root first; `everyone` runs them.
 
-        Args:
-            everyone: all ranks that run these units.
-            label: the same on all ranks, and unlike that of any other root.
-            number: the same on all ranks of `host` and `everyone`; roots with equal names have others.
-            host: connects the same ranks through host memory, for the barriers. Without it only ranks that share the
-                memory of gathered parameters meet.
-            lines: the ranks of `host` as shards and replicas; None if these are other ranks.
+        The `label` is the same on all ranks, and unlike that of any other root; roots with equal names have different
+        `number`s, the same on all ranks. `host` connects the ranks through host memory, for the barriers: without it
+        only ranks that share the memory of gathered parameters meet. `lines` are the ranks of `host` as shards and
+        replicas; None if these are other ranks.
         """
         self.units = list(units)
         sharded_params = [flat for unit in units for flat in unit.sharded_params]
         self.device = sharded_params[0].device if sharded_params else everyone.device
         self._streams = streams or streams_for(self.device)
-        self.in_backward = False
+        self.in_backward = False  # whether a backward has begun, until `_finish_backward` ends it
         self._backwards = 0  # how many have begun
         self._is_running = functools.partial(_runs_backward, weakref.ref(self))
         self._offloads = any(flat.is_offloaded for flat in sharded_params)
@@ -105,12 +96,7 @@ class Root:
         return any(grad.held is not None for unit in self.units for grad in unit.grads)
 
     def refuse_held(self, what: str, params: Iterable[torch.Tensor] | None = None) -> None:
-        """Refuse an operation on averaged gradients while ``no_sync`` holds gradients of one rank.
-
-        Args:
-            what: the operation, for the message.
-            params: its parameters; None for all.
-        """
+        """Refuse the operation `what` on averaged gradients of `params` (None: all) while ``no_sync`` holds some."""
         wanted = None if params is None else set(params)
         for grad in (grad for unit in self.units for grad in unit.grads if grad.held is not None):
             if any(wanted is None or param in wanted for param in grad.held.shown_on):
@@ -155,10 +141,7 @@ class Root:
         """Free the parameters of units that are neither in a forward nor in a backward.
 
         Collective outside of an iteration if modules have shown memory that ranks share: others may still read there
-        what the optimizer writes next.
-
-        Args:
-            meet: False to wait for the others later, before an optimizer steps.
+        what the optimizer writes next. Without `meet` this rank waits for them later, before an optimizer steps.
         """
         freed = False
         self._adopt_user_data()
@@ -190,11 +173,9 @@ class Root:
     def forward(
         self, unit: Unit, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any
     ) -> Any:
-        """Call a unit's module with gathered parameters. Collective over the ranks of the unit.
+        """Call a unit's module, or another function that computes with its parameters, and has them gathered.
 
-        Args:
-            module: it, or another function that computes with the parameters.
-            compiler: of torch.compile, set while the module runs.
+        Collective over the ranks of the unit. The `compiler` of torch.compile is set while the module runs.
         """
         self._enter(unit)
         broken = True
@@ -266,17 +247,12 @@ class Root:
         """Prepare for a step of an optimizer on `params`. Collective as ``reshard`` if some are of this root."""
         # Others may be of a model that is gone, and that the ranks have forgotten at different times.
         stepped = [
-            unit
-            for unit in self.units
-            if any(param in params for flat in unit.sharded_params for param in flat.stepped)
+            each for each in self.units if any(p in params for flat in each.sharded_params for p in flat.stepped)
         ]
         if not self._is_in_iteration:
             self.reshard(self.units, meet=bool(stepped))
         self._is_stepped |= bool(stepped)
-        self._warn_of_untrained(stepped)
-
-    def _warn_of_untrained(self, units: Iterable[Unit]) -> None:
-        untrained = [unit.name for unit in units if not self._has_trained.pop(unit, True)]
+        untrained = [unit.name for unit in stepped if not self._has_trained.pop(unit, True)]
         if untrained and not self._has_warned:
             self._has_warned = True
             more = f" and of {len(untrained) - 1} more" if len(untrained) > 1 else ""
@@ -284,7 +260,7 @@ class Root:
                 f"no parameter of the unit {untrained[0]!r}{more} has got a gradient before this step, on any rank, "
                 "although the forward called it: a module that computes with detached parameters, with .data, or with "
                 "copies that it has kept, does not train. Ignore this warning if the loss does not depend on it",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     @property
@@ -346,11 +322,7 @@ class Root:
         self.context.shards_written = self._streams.record(Stream.COMPUTE) if copied or event is None else event
 
     def _meet(self, what: str, unit: Unit | None = None, *, flag: bool = False) -> list[Communicator]:
-        """Wait for all ranks. All raise unless they have done the same since the iteration began.
-
-        Returns:
-            The communicators in which a rank has set `flag`.
-        """
+        """Wait for all ranks, which must have done the same. Return the communicators in which one has set `flag`."""
         flagged = []
         where = f" of {unit.name!r}" if unit is not None else ""
         mode = "" if torch.is_grad_enabled() or self.in_backward else " without gradients"
@@ -368,11 +340,7 @@ class Root:
                 unit.reshard()
 
     def _unbind(self, *, lends: bool = False) -> None:
-        """Have modules hold what an optimizer may step, at the end of a forward or a backward.
-
-        Args:
-            lends: but for parameters of units that expect a backward the program may compute with them.
-        """
+        """Have modules hold what an optimizer may step; if it `lends`, the program computes on until a backward."""
         for unit in self.units:
             if unit.unsharded_params.is_bound and not unit.is_kept:
                 if lends and (unit in self._called or self._is_transformed):
@@ -399,7 +367,10 @@ class Root:
         call.backward = self._backwards
         unit.check_versions(call)
         if unit.is_idle:
-            self._end_before(unit)
+            for each in self._begun:
+                if unit not in each.inside and each not in unit.inside:
+                    each.finish_when_complete(is_followed=True)
+            self._begun = [each for each in self._begun if not each.is_idle]
             self._run_unused_before(unit)
             unit.begin_backward()
             self._begun.append(unit)
@@ -420,13 +391,6 @@ class Root:
         if self._has_changed:
             self._publish("backward, after a change of parameters")
         self.context.reductions.alloc()
-
-    def _end_before(self, unit: Unit) -> None:
-        """End the backwards of units that are neither around this one nor inside. Collective over all ranks."""
-        for each in self._begun:
-            if unit not in each.inside and each not in unit.inside:
-                each.end_before_another()
-        self._begun = [each for each in self._begun if not each.is_idle]
 
     def _run_unused_before(self, unit: Unit) -> None:
         """Run the backward of units that are due before this one and got no gradient. Collective over all ranks.
@@ -465,8 +429,7 @@ class Root:
             streams.wait(Stream.COMPUTE, reduced, Wait.GRADS_REDUCED)
             if self._offloads:
                 streams.wait(Stream.HOST, reduced, Wait.GRADS_LANDED)
-        if self._host_shards:
-            streams.wait(Stream.HOST, streams.record(Stream.GATHER), Wait.SHARDS_READ)
+        self._await_reads_by_gathers()
         self._unbind()
         reduced = [unit for unit in self.units if unit.owes_grads and not unit.keeps_back]
         has_all = all(grad.has_all for unit in reduced for grad in unit.grads)
@@ -481,8 +444,7 @@ class Root:
     def _store_grads(self, reduced: Sequence[Unit], have_all: Collection[Communicator]) -> None:
         """Store the gradients of `reduced` units as ``grad``, and show those that others hold.
 
-        Args:
-            have_all: a rank of each of these has used all leaves. Others ask each other which ones they have used.
+        A rank of each communicator in `have_all` has used all leaves. Other ranks ask each other what they have used.
         """
         for unit in self.units:
             for grad in unit.grads if unit.owes_grads and unit.keeps_back else ():
@@ -495,9 +457,7 @@ class Root:
                 grad.store(used_leaves)
             if any(map(any, by_grad)):
                 self._has_trained[unit] = True
-            elif unit.leaves.is_trained and any(
-                param.requires_grad for grad in unit.grads for param in grad.params.stepped
-            ):
+            elif unit.leaves.is_trained and any(p.requires_grad for grad in unit.grads for p in grad.params.stepped):
                 self._has_trained.setdefault(unit, False)  # it required gradients then, and does now
 
     @_compat.outside_of_modes

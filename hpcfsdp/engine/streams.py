@@ -26,18 +26,15 @@ from hpcfsdp.hang import watch as hang
 class Stream(Enum):
     """Where work runs: in order within a stream, concurrently across streams."""
 
-    COMPUTE = "compute"
-    """The module's own operations, the optimizer, and everything else that the user does."""
+    COMPUTE = "compute"  # the module's own operations, the optimizer, and everything else that the user does
     GATHER = "gather"
     REDUCE = "reduce"
     REPLICATE = "replicate"
     """Reduces over replicas what REDUCE has reduced over the shards: one goes between nodes, the other within them."""
-    HOST = "host"
-    """The program itself, which reads and writes host memory; it runs ahead of the others."""
+    HOST = "host"  # the program itself, which reads and writes host memory; it runs ahead of the others
 
 
-OWN_STREAMS = (Stream.GATHER, Stream.REDUCE, Stream.REPLICATE)
-"""The streams that the engine makes on a device."""
+OWN_STREAMS = (Stream.GATHER, Stream.REDUCE, Stream.REPLICATE)  # the streams that the engine makes on a device
 
 
 class Wait(Enum):
@@ -57,23 +54,16 @@ class Wait(Enum):
 
 Begin = Callable[[bool], Work | None]
 """Starts work. Called with whether the work may go on in the background; then it returns the work to wait for."""
+Finish = Callable[[], None] | None
 
 
 class Streams(Protocol):
-    """The streams of one device.
+    """The streams of one device."""
 
-    Attributes:
-        overlap: whether streams run concurrently, so that a gather can run while another unit computes.
-    """
+    overlap: bool  # whether they run concurrently, so that a gather can run while another unit computes
 
-    overlap: bool
-
-    def launch(self, stream: Stream, begin: Begin, finish: Callable[[], None] | None = None, *, label: str = "") -> Any:
-        """Put work on a stream: `begin`, and `finish` when that is done. Return the event that both are done.
-
-        Args:
-            label: what it works on, for a trace.
-        """
+    def launch(self, stream: Stream, begin: Begin, finish: Finish = None, *, label: str = "") -> Any:
+        """Put work on a stream: `begin`, then `finish`. Return the event that both are done. `label` is for traces."""
 
     def record(self, stream: Stream) -> Any:
         """Return the event that everything on the stream up to here is done."""
@@ -96,9 +86,7 @@ class HostStreams:
     def __init__(self) -> None:
         self._pending: dict[Stream, deque[_LaunchedWork]] = {stream: deque() for stream in Stream}
 
-    def launch(
-        self, stream: Stream, begin: Begin, finish: Callable[[], None] | None = None, *, label: str = ""
-    ) -> _LaunchedWork | None:
+    def launch(self, stream: Stream, begin: Begin, finish: Finish = None, *, label: str = "") -> _LaunchedWork | None:
         waiting = self._pending[stream]
         began_ns = time.perf_counter_ns() if timeline.recorder is not None else 0
         work = begin(True)
@@ -118,19 +106,9 @@ class HostStreams:
     def wait(self, stream: Stream, event: _LaunchedWork | None, why: Wait) -> None:
         if event is None or event.done:
             return
-        recorder = timeline.recorder
-        if recorder is None or not recorder.traces:
-            self._wait(event, why)
-            return
-        began_ns = time.perf_counter_ns()
-        self._wait(event, why)
-        recorder.add_span(timeline.WAITS, why.name, began_ns, time.perf_counter_ns())
-
-    def _wait(self, event: _LaunchedWork, why: Wait) -> None:
-        if why is Wait.VALUES_GATHERED and self._wait_for_outputs(event):
-            return
-        # In order: `finish` may be collective.
-        while not event.done:
+        waiting_ns = time.perf_counter_ns()
+        is_written = why is Wait.VALUES_GATHERED and self._wait_for_outputs(event)
+        while not (is_written or event.done):  # in order: `finish` may be collective
             first = self._pending[event.stream].popleft()
             first.done = True
             work, finish, first.work, first.finish = first.work, first.finish, None, None
@@ -143,6 +121,8 @@ class HostStreams:
                 ended_ns = time.perf_counter_ns() if finish is not None else getattr(work, "ended_ns", 0)
                 ended_ns = ended_ns or time.perf_counter_ns()
                 timeline.recorder.add_span(first.stream.value, first.label, first.began_ns, ended_ns)
+        if timeline.recorder is not None and timeline.recorder.traces:
+            timeline.recorder.add_span(timeline.WAITS, why.name, waiting_ns, time.perf_counter_ns())
 
     def _wait_for_outputs(self, event: _LaunchedWork) -> bool:
         """Wait until all that a stream has up to an event is written; others may still read what this rank sends.
@@ -179,9 +159,7 @@ class HostStreams:
 class _LaunchedWork:
     __slots__ = ("began_ns", "done", "finish", "label", "stream", "work")
 
-    def __init__(
-        self, stream: Stream, work: Work | None, finish: Callable[[], None] | None, label: str, began_ns: int
-    ) -> None:
+    def __init__(self, stream: Stream, work: Work | None, finish: Finish, label: str, began_ns: int) -> None:
         self.stream, self.work, self.finish, self.done = stream, work, finish, False
         self.label, self.began_ns = label, began_ns
 
@@ -205,9 +183,7 @@ class DeviceStreams:
         if hang.watcher is not None:
             hang.watcher.add_probe(weakref.WeakMethod(self.longest_wait))
 
-    def launch(
-        self, stream: Stream, begin: Begin, finish: Callable[[], None] | None = None, *, label: str = ""
-    ) -> torch.Event:
+    def launch(self, stream: Stream, begin: Begin, finish: Finish = None, *, label: str = "") -> torch.Event:
         recorder = self._recorder if timeline.recorder is not None else None
         with accelerator.on(self._stream(stream)):
             began = recorder.now(self._stream(stream)) if recorder is not None and recorder.traces else None

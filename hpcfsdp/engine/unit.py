@@ -23,23 +23,17 @@ from hpcfsdp.params.gradient import ReduceOptions, ShardedGrad
 from hpcfsdp.params.sharded_params import ShardedParams
 
 BeforeBackward = Callable[["Unit", ForwardCall], None]
-HOOK_KEY = "hpcfsdp"
-"""Of the engine's hook among those of a module; torch's keys are numbers."""
+HOOK_KEY = "hpcfsdp"  # of the engine's hook among those of a module; torch's keys are numbers
 
 
 class TrainingState(Enum):
     """The state of a unit."""
 
-    IDLE = "idle"
-    """Between steps, or between its forward and its backward: sharded."""
-    FORWARD = "forward"
-    """Its forward runs: unsharded."""
-    BACKWARD = "backward"
-    """Its backward runs: unsharded."""
-    RECOMPUTE = "recompute"
-    """Its forward runs again within its backward (activation checkpointing): stays unsharded."""
-    SUMMON = "summon_full_params"
-    """Its parameters are whole for the user."""
+    IDLE = "idle"  # between steps, or between its forward and its backward: sharded
+    FORWARD = "forward"  # its forward runs: unsharded
+    BACKWARD = "backward"  # its backward runs: unsharded
+    RECOMPUTE = "recompute"  # its forward runs again within its backward (activation checkpointing): stays unsharded
+    SUMMON = "summon_full_params"  # its parameters are whole for the user
 
 
 TRANSITIONS = {
@@ -62,55 +56,27 @@ class ComputedView(Protocol):
 
 
 class Unit:
-    """Flat parameters that are gathered and freed together, and the calls of the module that needs them.
+    """Flat parameters that are gathered and freed together, and the calls of the module that needs them."""
 
-    Attributes:
-        name: of the wrapped module within the root, unique under the root.
-        views: replace leaves in modules that compute.
-        registries: of hooks before forward, of the modules that hold parameters. At rest they contain `hook_at_rest`,
-            which refuses calls of modules that would compute with shards.
-        sharded_params: one for each dtype and ``requires_grad`` among the parameters; empty if units inside own all.
-        unsharded_params: the same, while they are gathered.
-        grads: of the flat parameters that may get gradients.
-        leaves: of the flat parameters, in autograd's graph.
-        inside: other units that the module holds.
-        training_state: changed by ``_enter`` alone.
-        owes_grads: whether gradients of a forward have not been reduced yet.
-        num_calls: forwards that expect a backward.
-        context: shared with all units under the same root, None until that is first called.
-        input_dtype: floating-point inputs are cast to it; None to leave them.
-        reshard_after_forward: whether the parameters are freed between forward and backward.
-        reshard_after_backward: whether they are freed after a backward.
-        unshards_in_backward: whether a backward needs them.
-        is_kept: whether the program has asked for them, and not given them back.
-        prefetch_forward: gather the next unit of a forward.
-        prefetch_backward: gather the next unit of a backward, "pre" or "post" this one's gradients.
-        prefetched: by kind ("forward", "backward") the units to gather instead of the next one.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        sharded_params: Sequence[ShardedParams],
-        views: Sequence[ComputedView] = (),
-    ) -> None:
-        self.name = name
-        self.views = tuple(views)
-        self.registries: list[dict[Any, Any]] = []
+    def __init__(self, name: str, sharded_params: Sequence[ShardedParams], views: Sequence[ComputedView] = ()) -> None:
+        self.name = name  # of the wrapped module within the root, unique under the root
+        self.views = tuple(views)  # replace leaves in modules that compute
+        self.registries: list[dict[Any, Any]] = []  # see `guard`
         self.hook_at_rest: Callable[..., Any] | None = None
-        self.reshard_after_forward = self.reshard_after_backward = True
-        self.unshards_in_backward = True
-        self.is_kept = self._keeps_back = False
-        self.inside: frozenset[Unit] = frozenset()
-        self.input_dtype: torch.dtype | None = None
-        self.prefetch_forward = False
-        self.prefetch_backward: str | None = None
-        self.prefetched: dict[str, Sequence[Unit]] = {}
-        self.training_state = TrainingState.IDLE
-        self.context: Context | None = None
+        self.reshard_after_forward = self.reshard_after_backward = True  # whether the parameters are freed then
+        self.unshards_in_backward = True  # whether a backward needs the parameters
+        self.is_kept = False  # whether the program has asked for the parameters, and not given them back
+        self._keeps_back = False
+        self.inside: frozenset[Unit] = frozenset()  # other units that the module holds
+        self.input_dtype: torch.dtype | None = None  # floating-point inputs are cast to it; None to leave them
+        self.prefetch_forward = False  # whether to gather the next unit of a forward
+        self.prefetch_backward: str | None = None  # that of a backward, "pre" or "post" this one's gradients
+        self.prefetched: dict[str, Sequence[Unit]] = {}  # instead of the next one, by kind ("forward", "backward")
+        self.training_state = TrainingState.IDLE  # changed by `enter_state` alone
+        self.context: Context | None = None  # of all units under the same root, None until that is first called
         self._begin_model_backward: Callable[[], None] | None = None
-        self.owes_grads = False
-        self.num_calls = 0
+        self.owes_grads = False  # whether gradients of a forward have not been reduced yet
+        self.num_calls = 0  # forwards that expect a backward
         self.reduce_options = ReduceOptions()
         self.leaves = Leaves()
         self.hold(sharded_params)
@@ -119,7 +85,7 @@ class Unit:
         self._arguments: Arguments | None = None  # of the forward that is running
 
     def hold(self, sharded_params: Sequence[ShardedParams]) -> None:
-        """Own these flat parameters, and no others; at rest, without a root."""
+        """Own these, at rest without a root: one for each dtype and ``requires_grad``; none if units inside own all."""
         self.sharded_params = tuple(sharded_params)
         self.unsharded_params = UnshardedParams(self.sharded_params, self.name)
         self.grads = tuple(
@@ -147,7 +113,7 @@ class Unit:
             context.reductions.plan(grad, index)
 
     def guard(self, registries: list[dict[Any, Any]], hook: Callable[..., Any]) -> None:
-        """Have modules call `hook` before a forward while the unit is at rest. `registries`: of their hooks."""
+        """Have modules call `hook` before a forward at rest. `registries` are those of such hooks, by module."""
         self.registries, self.hook_at_rest = registries, hook
         self.hide()
 
@@ -182,17 +148,15 @@ class Unit:
 
     def begin_forward(self) -> None:
         """Begin a call of the module. Refuses a call from inside of the unit's own forward."""
-        self._enter(TrainingState.RECOMPUTE if self.training_state is TrainingState.BACKWARD else TrainingState.FORWARD)
+        self.enter_state(
+            TrainingState.RECOMPUTE if self.training_state is TrainingState.BACKWARD else TrainingState.FORWARD
+        )
         self.is_kept = False
 
     def pre_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[ForwardCall, tuple[Any, ...], dict[str, Any]]:
-        """Gather the parameters. Collective over the unit's ranks.
-
-        Returns:
-            The record of this call, and the arguments to call the module with.
-        """
+        """Gather the parameters. Collective over the unit's ranks. Return the record of the call, and its arguments."""
         call = ForwardCall()
         if self.sharded_params:
             self._gather_for_forward()
@@ -203,13 +167,9 @@ class Unit:
         return call, args, kwargs
 
     def post_forward(self, call: ForwardCall, outputs: Any, before_backward: BeforeBackward) -> Any:
-        """Register hooks on the outputs, which call `before_backward` with this unit and `call`.
+        """Register hooks on the outputs, which call `before_backward` with this unit and `call`. Return the outputs.
 
-        Returns:
-            The outputs; inputs and parameters of the unit among them are replaced by views.
-
-        Raises:
-            EngineError: an output views parameters that the end of the forward frees.
+        Views replace inputs and parameters of the unit among them. Refuses views of what the end of the forward frees.
         """
         self.context.streams.proceed()
         arguments, self._arguments = self._arguments, None
@@ -219,7 +179,7 @@ class Unit:
                 arguments = arguments or Arguments(self.name)  # the module has switched gradients on
                 call.inputs, call.is_open = arguments.nodes()
                 outputs, computed = arguments.computed(outputs, written, self._lend)
-                hook = _output_hook(self, call, before_backward)
+                hook = functools.partial(_gradient_comes, self, call, before_backward)
                 for tensor in computed:
                     if needs_hook(tensor):
                         tensor.register_hook(hook)
@@ -236,18 +196,17 @@ class Unit:
     def end_forward(self, *, broken: bool) -> None:
         """End a call of the module, `broken` by an exception or not; free the parameters.
 
-        They stay where ``reshard_after_forward`` is False and a backward may follow, and where a transform of
-        ``torch.func`` computes derivatives without the unit's hooks.
+        They stay if a backward may follow without ``reshard_after_forward``, and for transforms of ``torch.func``.
         """
         if self._arguments is not None:
             self._arguments.restore()
             self._arguments = None
         self.hide()
         if self.training_state is TrainingState.RECOMPUTE:
-            self._enter(TrainingState.BACKWARD)
+            self.enter_state(TrainingState.BACKWARD)
             self._show_in_backward()
         else:
-            self._enter(TrainingState.IDLE)
+            self.enter_state(TrainingState.IDLE)
             keeps = self.stays_unsharded if not torch.is_grad_enabled() else not self.reshard_after_forward
             if (broken or not (keeps or self.is_partly_called)) and not _compat.in_transform():
                 self._free()
@@ -265,8 +224,7 @@ class Unit:
     def lend(self, *, stays: bool) -> None:
         """Have modules register what they do at rest, before a backward; leaves stay unsharded.
 
-        Args:
-            stays: the backward has no hooks, so that leaves must stay so where they are what modules register.
+        If it `stays` so, the backward has no hooks: leaves stay unsharded also where they are what modules register.
         """
 
     def expect_backward(self, *, later: bool) -> None:
@@ -275,10 +233,7 @@ class Unit:
         self.num_calls += later
 
     def check_versions(self, call: ForwardCall) -> None:
-        """Refuse parameters changed since the forward, as torch does for saved tensors.
-
-        Parameters that this backward does not reach may have changed, for instance by another optimizer.
-        """
+        """Refuse parameters that this backward reaches, and that have changed since the forward, as torch does."""
         for grad, before in zip(self.grads, call.versions, strict=True):
             now = grad.params.versions
             if now == before or grad.params.may_change_before_backward:
@@ -295,7 +250,7 @@ class Unit:
     def begin_backward(self) -> None:
         """Gather the parameters, and prepare for gradients. Collective over the unit's ranks."""
         context = self.context
-        self._enter(TrainingState.BACKWARD)
+        self.enter_state(TrainingState.BACKWARD)
         self.owes_grads = True
         context.order.note(("backward", self.name))
         for grad in self.grads:
@@ -317,13 +272,13 @@ class Unit:
     def pre_backward(self, call: ForwardCall) -> None:
         """Count the leaves that will get a gradient: the first one has reached an output of a call."""
         self._account.begin_call(call)
-        self._finish_when_complete()
+        self.finish_when_complete()
 
     def post_backward(self) -> None:
         """Free the parameters, and reduce what can be: all gradients are complete. Collective over all ranks."""
         context = self.context
         self.hide()
-        self._enter(TrainingState.IDLE)
+        self.enter_state(TrainingState.IDLE)
         self._account.close(self.grads)
         if self.reshard_after_backward:
             self._free()
@@ -331,13 +286,17 @@ class Unit:
         if self.prefetch_backward == "post":
             self._gather_ahead("backward")
 
-    def end_before_another(self) -> None:
-        """End the backward, unless it is known to go on: that of another unit begins, of an earlier forward.
+    def finish_when_complete(self, *, is_followed: bool = False) -> None:
+        """End the backward if nothing can need the parameters any more, see ``BackwardAccount.is_complete``.
 
-        Autograd runs what a later forward has made before anything of an earlier one, so nothing of this unit is left.
-        Other ranks may have seen that at the inputs, or by the last leaf, and reduce here. Collective over all ranks.
+        It `is_followed` by that of an earlier forward: autograd runs what a later one has made before, so nothing is
+        left. Other ranks may have seen that at the inputs, or by the last leaf, and reduce here. Collective over all
+        ranks.
         """
-        self._finish_when_complete(is_followed=True)
+        if self.training_state is TrainingState.BACKWARD and self._account.is_complete(
+            self.leaves, holds_units=bool(self.inside), is_followed=is_followed
+        ):
+            self.post_backward()
 
     def run_unused_backward(self) -> None:
         """Gather and reduce with the other ranks; this rank's backward does not reach the unit. Collective likewise."""
@@ -354,15 +313,6 @@ class Unit:
         """Expect no backward: it is over for all units, and has reduced gradients unless under ``no_sync``."""
         self.num_calls = 0
         self.owes_grads &= self.keeps_back
-
-    def begin_summon(self) -> None:
-        """Let the leaves become the user's, for ``summon_full_params``."""
-        self._enter(TrainingState.SUMMON)
-
-    def end_summon(self) -> None:
-        """Take the leaves back, which are at rest again."""
-        self.leaves.forget_accumulators()
-        self._enter(TrainingState.IDLE)
 
     def reset(self) -> None:
         """Come to rest after an exception in a backward."""
@@ -392,9 +342,8 @@ class Unit:
         for hooks in self.registries:
             hooks[HOOK_KEY] = self.hook_at_rest
 
-    # Parts of it
-
-    def _enter(self, state: TrainingState) -> None:
+    def enter_state(self, state: TrainingState) -> None:
+        """Go to a state, if there is a way from the present one."""
         if state not in TRANSITIONS[self.training_state]:
             raise EngineError(
                 f"{self.name}: cannot go from {self.training_state.value} to {state.value}; a unit may be called "
@@ -403,6 +352,8 @@ class Unit:
         if timeline.recorder is not None:
             timeline.recorder.change_state(self.name, self.training_state.value, state.value)
         self.training_state = state
+
+    # Parts of it
 
     @_compat.outside_of_modes
     def _gather_for_forward(self) -> None:
@@ -463,7 +414,7 @@ class Unit:
 
     def _input_done(self, call: ForwardCall) -> None:
         call.inputs_pending -= 1
-        self._finish_when_complete()
+        self.finish_when_complete()
 
     def _leaf_done(self, grad: ShardedGrad, index: int) -> None:
         leaf = grad, index
@@ -491,26 +442,16 @@ class Unit:
         if self._account.arrive(leaf):
             if grad.outstanding == 0:
                 self.context.reductions.advance()
-            self._finish_when_complete()
-
-    def _finish_when_complete(self, *, is_followed: bool = False) -> None:
-        """End the unit's backward if nothing can need its parameters any more, see ``BackwardAccount.is_complete``."""
-        if self.training_state is TrainingState.BACKWARD and self._account.is_complete(
-            self.leaves, holds_units=bool(self.inside), is_followed=is_followed
-        ):
-            self.post_backward()
+            self.finish_when_complete()
 
 
-def _output_hook(unit: Unit, call: ForwardCall, before_backward: BeforeBackward) -> Hook:
-    def gradient_comes(_grad: torch.Tensor) -> None:
-        if torch.is_grad_enabled():
-            raise EngineError(
-                f"{unit.name}: backward was called with create_graph=True, but second derivatives of sharded "
-                "parameters are not supported: differentiate within the forward of one unit, or by torch.func.grad"
-            )
-        before_backward(unit, call)
-
-    return gradient_comes
+def _gradient_comes(unit: Unit, call: ForwardCall, before_backward: BeforeBackward, _grad: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise EngineError(
+            f"{unit.name}: backward was called with create_graph=True, but second derivatives of sharded "
+            "parameters are not supported: differentiate within the forward of one unit, or by torch.func.grad"
+        )
+    before_backward(unit, call)
 
 
 def _weak_hook(function: Callable[[Any, Any], None], first: Any, second: Any) -> Hook:

@@ -35,19 +35,12 @@ class StridedView(NamedTuple):
 
 
 class ShardedRows(NamedTuple):
-    """Rows of one parameter, and their place in the buffer of all shards.
+    """Rows of one parameter, and their place in the buffer of all shards."""
 
-    Attributes:
-        dim: along which the parameter is cut.
-        begin, count: along it.
-        in_shards: the same elements in the buffer. Its shape has one dimension more than the parameter if they are the
-            chunks of several ranks.
-    """
-
-    dim: int
+    dim: int  # along which the parameter is cut
     begin: int
     count: int
-    in_shards: StridedView
+    in_shards: StridedView  # with one dimension more than the parameter if they are the chunks of several ranks
 
     def of_param(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the rows in a tensor of the parameter's shape, as a view."""
@@ -58,27 +51,16 @@ class ShardedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class DTensorSlot:
-    """The place of one parameter, or of this rank's block of it, in both buffers.
+    """The place of one parameter, or of this rank's block of it, in both buffers."""
 
-    Attributes:
-        fqn: fully qualified name, without the names of wrappers.
-        shape: of the block if there is one.
-        dim: along which it is cut.
-        rows: of a full chunk.
-        offset: first element in a rank's shard.
-        start: first element in the buffer `whole`.
-        aliases: other names of the same (tied) parameter.
-        block: None for a whole parameter.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    dim: int
-    rows: int
-    offset: int
-    start: int
-    aliases: tuple[str, ...] = ()
-    block: TensorBlock | None = None
+    fqn: str  # fully qualified name, without the names of wrappers
+    shape: tuple[int, ...]  # of the block if there is one
+    dim: int  # along which it is cut
+    rows: int  # of a full chunk
+    offset: int  # first element in a rank's shard
+    start: int  # first element in the buffer `whole`
+    aliases: tuple[str, ...] = ()  # other names of the same (tied) parameter
+    block: TensorBlock | None = None  # None for a whole parameter
 
     @property
     def numel(self) -> int:
@@ -98,10 +80,6 @@ class DTensorSlot:
         begin = min(rank * self.rows, self.shape[self.dim])
         return begin, min(self.rows, self.shape[self.dim] - begin)
 
-    def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of a rank's rows."""
-        return self.chunk_shape(self.rows_of(rank)[1])
-
 
 @dataclass(frozen=True)
 class DTensorLayout(Layout):
@@ -119,22 +97,17 @@ class DTensorLayout(Layout):
         *,
         itemsize: int | None = None,
     ) -> DTensorLayout:
-        """Lay out parameters in the given order.
+        """Lay out parameters in the given order: name, shape, dimension to cut, aliases and block of each.
 
-        Args:
-            params: name, shape, dimension to cut, aliases and block of each.
-            dtype: of all of them.
-            num_shards: ranks to cut for, at least 1.
-            itemsize: bytes of an element where it takes the fewest, for the alignment; by default those of `dtype`.
+        Alignment counts with the `itemsize` in bytes where an element takes the fewest; by default that of `dtype`.
         """
         align = alignment(itemsize or dtype.itemsize)
         slots: list[DTensorSlot] = []
         # No parameter has the address of the memory that all of them are in: transports know shared memory by that.
         offset, start = 0, align
         for fqn, shape, dim, aliases, block in params:
-            slot = DTensorSlot(
-                fqn, tuple(shape), dim, -(-shape[dim] // num_shards), offset, start, tuple(aliases), block
-            )
+            rows = -(-shape[dim] // num_shards)
+            slot = DTensorSlot(fqn, tuple(shape), dim, rows, offset, start, tuple(aliases), block)
             slots.append(slot)
             offset = round_up(offset + slot.chunk_numel, align)
             start = round_up(start + slot.numel, align)
@@ -159,21 +132,18 @@ class DTensorLayout(Layout):
 
     def gaps(self) -> list[StridedView]:
         """Return all elements of the buffer of all shards that are no part of a parameter."""
-        found = []
-
-        def add(first: int, end: int, begin: int, behind: int) -> None:
-            """Elements `begin` to `behind` of the shards `first` to `end`."""
-            if first < end and begin < behind:
-                offset = first * self.shard_numel + begin
-                found.append(StridedView((end - first, behind - begin), (self.shard_numel, 1), offset))
-
+        found = []  # (first shard, end of shards, first element in each, end of elements)
         ends = [slot.offset for slot in self.slots[1:]] + [self.shard_numel]
         for slot, end in zip(self.slots, ends, strict=True):
             behind = slot.offset + slot.chunk_numel
-            add(0, self.num_shards, behind, end)
+            found.append((0, self.num_shards, behind, end))
             if slot.chunk_numel:
                 full, rest = divmod(slot.shape[slot.dim], slot.rows)
-                if rest:
-                    add(full, full + 1, slot.offset + slot.chunk_numel // slot.rows * rest, behind)
-                add(full + bool(rest), self.num_shards, slot.offset, behind)
-        return found
+                short = full + bool(rest)  # the one after the last shard with rows, of which one may have fewer
+                found.append((full, short, slot.offset + slot.chunk_numel // slot.rows * rest, behind))
+                found.append((short, self.num_shards, slot.offset, behind))
+        return [
+            StridedView((end - first, behind - begin), (self.shard_numel, 1), first * self.shard_numel + begin)
+            for first, end, begin, behind in found
+            if first < end and begin < behind
+        ]

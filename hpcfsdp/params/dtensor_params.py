@@ -29,19 +29,12 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass
 class DTensorParam:
-    """One parameter that ranks share by rows.
+    """One parameter that ranks share by rows."""
 
-    Attributes:
-        sharded: the ``DTensor``; the user may assign another one to the modules.
-        leaf: the parameter that modules compute with: the one that they held before, which the program may have kept.
-        places: the modules that hold it, with its name there.
-        is_shown_elsewhere: whether something else registers what modules compute with, as for tensor-parallel ones.
-    """
-
-    sharded: nn.Parameter
-    leaf: nn.Parameter
-    places: Sequence[tuple[nn.Module, str]]
-    is_shown_elsewhere: bool = False
+    sharded: nn.Parameter  # the DTensor; the user may assign another one to the modules
+    leaf: nn.Parameter  # what modules compute with: the parameter that they held before, which the program may have
+    places: Sequence[tuple[nn.Module, str]]  # the modules that hold it, with its name there
+    is_shown_elsewhere: bool = False  # whether something else registers the leaf, as for tensor-parallel ones
 
     @property
     def local(self) -> torch.Tensor:
@@ -49,12 +42,9 @@ class DTensorParam:
         return _compat.local_of(self.sharded)
 
     def adopt_assigned(self, fqn: str) -> nn.Parameter | None:
-        """Take a parameter that the first of its modules holds instead of it, at rest.
+        """Take a parameter that the first of its modules holds instead of it, at rest, as after ``assign=True``.
 
-        ``load_state_dict(assign=True)`` assigns others. Returns the parameter that it replaces; None if there is none.
-
-        Raises:
-            EngineError: it is no ``DTensor`` of the same ranks, placements and shape.
+        Return the parameter that it replaces, None if there is none. Refuse one of other ranks, placements or shape.
         """
         (module, name), before = self.places[0], self.sharded
         assigned = module._parameters.get(name)
@@ -86,12 +76,7 @@ def _keeps_only_registry(module: nn.Module) -> bool:
 
 
 class DTensorParams(ShardedParams):
-    """Parameters of one dtype and device, laid out by a ``DTensorLayout`` and sharded over `comm`.
-
-    Attributes:
-        params: with their ``DTensor``s, in the order of the layout's slots.
-        shard: this rank's rows, 1-D, ``layout.shard_numel`` elements; None where they are in shared memory.
-    """
+    """Parameters of one dtype and device, laid out by a ``DTensorLayout`` and sharded over `comm`."""
 
     layout: DTensorLayout
     may_change_before_backward = True
@@ -113,28 +98,26 @@ class DTensorParams(ShardedParams):
     ) -> None:
         """Move the rows to memory of this object. Collective over `comm` where ranks share memory.
 
-        Args:
-            reduce_comm, replicas, dtypes: see ``ShardedParams``.
-            device: of the computation; by default that of the rows.
-            pin_memory: of offloaded rows, for faster copies to the device.
-            gather: instead of the communicator's.
+        The computation is where the rows are unless another `device` is given. Memory of offloaded rows is pinned, for
+        faster copies, if `pin_memory` says so. A `gather` of the program takes the place of the communicator's.
         """
-        self._home = params[0].local.device
+        self.home = params[0].local.device
         super().__init__(
-            layout, comm, device=device or self._home, reduce_comm=reduce_comm, replicas=replicas, dtypes=dtypes
+            layout, comm, device=device or self.home, reduce_comm=reduce_comm, replicas=replicas, dtypes=dtypes
         )
-        self.params = tuple(params)
+        self.params = tuple(params)  # in the order of the layout's slots
         self._own_gather = gather
         self._has_copied = False
         self._rows = [layout.rows(index) for index in range(len(layout.slots))]
         self._gaps = layout.gaps()
-        shapes = [slot.local_shape(comm.rank) for slot in layout.slots]
+        shapes = [slot.chunk_shape(slot.rows_of(comm.rank)[1]) for slot in layout.slots]
         self._places_in_shard = [
             (shape, contiguous_strides(shape), slot.offset) for shape, slot in zip(shapes, layout.slots, strict=True)
         ]
         self._own_gathered: torch.Tensor | None = None  # what the program has gathered, until `_copy_out`
         self._views: list[torch.Tensor] = []
         self._rows_in_shared: list[torch.Tensor] = []
+        # This rank's rows, 1-D, `layout.shard_numel` elements; None where they are in shared memory.
         self.shard: torch.Tensor | None = None
         self._buffer = self._make_buffer(pin_memory)
         self.leaves = tuple(param.leaf for param in self.params)
@@ -163,7 +146,7 @@ class DTensorParams(ShardedParams):
     def _make_buffer(self, pin_memory: bool) -> Buffer:
         """Make the buffer for the whole parameters and the shard, and move the rows there."""
         layout, comm, dtypes = self.layout, self.comm, self.dtypes
-        is_cast, is_home = dtypes.compute != layout.dtype, self._home == self.device
+        is_cast, is_home = dtypes.compute != layout.dtype, not self.is_offloaded
         buffer: Buffer | None = None
         if comm.shares_gathered and is_home and self._own_gather is None:
             buffer = SharedBuffer(comm, layout.whole_numel, dtypes.compute, is_cast=is_cast)
@@ -175,7 +158,7 @@ class DTensorParams(ShardedParams):
         if buffer is not None and not is_cast and all(rows.is_contiguous() for rows in self._rows_in_shared):
             self._take(self._rows_in_shared)
             return buffer
-        self.shard = self._zeros_for_shard(self._home, pin_memory=pin_memory)
+        self.shard = self._zeros_for_shard(pin_memory=pin_memory)
         self._take(self._rows_of(self.shard))
         if buffer is not None:
             return buffer
@@ -210,10 +193,6 @@ class DTensorParams(ShardedParams):
     def stepped(self) -> Sequence[nn.Parameter]:
         return [param.sharded for param in self.params]
 
-    @property
-    def home(self) -> torch.device:
-        return self._home
-
     def follow_requires_grad(self, unit: str) -> None:
         del unit
         for param, leaf in zip(self.params, self.leaves):  # noqa: B905 (in each call of a unit)
@@ -223,8 +202,7 @@ class DTensorParams(ShardedParams):
     def fits(self) -> bool:
         """Copy rows that lie elsewhere, at rest. Return False if they have another dtype, device or shape.
 
-        Raises:
-            EngineError: ``.data`` of a parameter was assigned, which has no effect on a ``DTensor``.
+        Refuse an assignment to ``.data`` of a parameter, which has no effect on a ``DTensor``.
         """
         if self.is_unsharded:
             self._refuse_data(self._views, map(torch.Tensor.data_ptr, self._views))
@@ -274,7 +252,7 @@ class DTensorParams(ShardedParams):
         if self._rows_in_shared and self.shard is not None:
             _compat.copy_to_each_(self._rows_in_shared, self._locals)
 
-    def gather(self, *, async_op: bool = False) -> Work | None:
+    def gather(self, async_op: bool = False) -> Work | None:
         if self._buffer.stays:
             return None
         comm, shard = self.comm, self.shard
@@ -318,10 +296,9 @@ class DTensorParams(ShardedParams):
             self._refuse_data(self._views, map(torch.Tensor.data_ptr, self._views))
         self._set_leaves(self._resting)
         self._register_rows()
-        if self._lends:
-            self._lends = False
-            for module, name, _ in self._places:
-                module.__dict__.pop(name, None)
+        for module, name, _ in self._places if self._lends else ():
+            module.__dict__.pop(name, None)
+        self._lends = False
 
     def lend(self) -> None:
         """Have modules register rows, and compute with the whole parameters.

@@ -24,21 +24,14 @@ from hpcfsdp.params.layout import FlatLayout, contiguous_strides
 from hpcfsdp.params.sharded_params import Dtypes, ShardedParams
 from hpcfsdp.params.storage import Buffer, SharedBuffer, Transient, Whole, nothing_for
 
-flat_params: weakref.WeakSet[FlatParam] = weakref.WeakSet()
-"""All of this process."""
+flat_params: weakref.WeakSet[FlatParam] = weakref.WeakSet()  # all of this process
 
 
 class FlatParam(ShardedParams):
     """Parameters of one dtype and device, laid out by a ``FlatLayout`` and sharded over `comm`.
 
-    Attributes:
-        leaves: the original parameters, in the order of the layout's slots.
-        parameter: this rank's shard, 1-D, ``layout.shard_numel`` elements. Without `use_orig_params` the optimizer
-            steps it, and its ``grad`` is the averaged gradient of the shard.
-        shows_whole: whether the leaves hold their full data at rest too.
-        trained: the last known ``requires_grad`` of all leaves; with `use_orig_params` each has its own.
-        places: by leaf, the modules that should hold it, with its name there.
-        on_assigned: called by ``adopt_user_data`` where a module holds another parameter; may call ``replace_leaf``.
+    Its ``parameter`` is this rank's shard, 1-D, ``layout.shard_numel`` elements. Without `use_orig_params` it is
+    what the optimizer steps, and its ``grad`` the averaged gradient of the shard.
     """
 
     layout: FlatLayout
@@ -59,39 +52,44 @@ class FlatParam(ShardedParams):
     ) -> None:
         """Move the leaves' values, the same on all ranks, into the shards. Collective over `comm`.
 
-        Args:
-            reduce_comm, replicas, dtypes: see ``ShardedParams``.
-            device: of the computation; by default that of the leaves. From another one, only the shard comes there.
-            offload: keep the shard in host memory.
-            always_whole: the leaves hold their full data at rest too; for a single shard.
+        The computation is where the leaves are unless another `device` is given: then only the shard comes there, or
+        none with `offload`. A single shard can be `always_whole`: the leaves hold their full data at rest too.
         """
-        super().__init__(
-            layout,
-            comm,
-            device=device or leaves[0].device,
-            reduce_comm=reduce_comm,
-            replicas=replicas,
-            dtypes=dtypes,
-        )
-        self.leaves = tuple(leaves)
+        device = device or leaves[0].device
+        super().__init__(layout, comm, device=device, reduce_comm=reduce_comm, replicas=replicas, dtypes=dtypes)
+        self.leaves = tuple(leaves)  # the original parameters, in the order of the layout's slots
         self.use_orig_params = self.steps_leaves = self.steps_each = use_orig_params
-        self.trained = any(leaf.requires_grad for leaf in self.leaves)
+        self.trained = any(
+            leaf.requires_grad for leaf in self.leaves
+        )  # of all; with `use_orig_params` each has its own
         self._places = [(slot.shape, contiguous_strides(slot.shape), slot.offset) for slot in layout.slots]
         self._gaps = layout.gaps()
         runs = {run.index: slice(run.offset, run.offset + run.numel) for run in layout.runs(comm.rank)}
         self._runs = [runs.get(index, slice(0, 0)) for index in range(len(layout.slots))]
 
-        shared, shard = self._new_shard(torch.device("cpu") if offload else self.device, self.dtypes.compute)
-        self._empty_leaves(shard)
-        self._buffer = self._new_buffer(shared, shard, self.dtypes.compute)
-        self.parameter = nn.Parameter(shard, requires_grad=self.trained)
+        self.home = torch.device("cpu") if offload else self.device
+        self.changes_kind = self.dtypes.compute != self.dtypes.param or (use_orig_params and self.is_offloaded)
         self.shows_whole = always_whole
-        self._come_to_rest(shard)
+        shared, shard = self._new_shard(self.dtypes.compute)
+        self._empty_leaves(shard)
+        self._come_to_rest(shared, shard, self.dtypes.compute, self.trained)
 
-    def _come_to_rest(self, shard: torch.Tensor) -> None:
-        """Set up the leaves at rest; buffer and parameter exist."""
+    def _come_to_rest(
+        self, shared: SharedBuffer | None, shard: torch.Tensor, compute: torch.dtype, trained: bool
+    ) -> None:
+        """Set up the buffer, from what ``_new_shard`` has made, the parameter, and the leaves at rest."""
+        if shared is not None:
+            self._buffer = shared
+        elif self.comm.size == 1 and compute == shard.dtype and shard.device == self.device:
+            self._buffer = Whole(shard)
+        else:
+            self._buffer = Transient(self.comm, self.layout.padded_numel, compute, self.device)
+        self.parameter = nn.Parameter(shard, requires_grad=trained)
         self._others: dict[torch.dtype, tuple[Buffer, tuple[torch.Tensor, ...]]] = {}  # and their views
-        self.places: Sequence[Sequence[tuple[nn.Module, str]]] = ()
+        self.places: Sequence[
+            Sequence[tuple[nn.Module, str]]
+        ] = ()  # by leaf, modules that should hold it, with its name
+        # Called where a module holds another parameter; may call `replace_leaf`.
         self.on_assigned: Callable[[], None] | None = None
         self._shard = shard  # a user may assign other data to ``parameter``
         self._nothing: torch.Tensor | None = None
@@ -112,45 +110,24 @@ class FlatParam(ShardedParams):
         made = object.__new__(FlatParam)
         made.__dict__.update(self.__dict__)
         made.leaves, made.is_unsharded = tuple(leaves), False
-        shared, shard = self._new_shard(self.home, self._buffer.full.dtype)
+        compute = self._buffer.full.dtype
+        shared, shard = self._new_shard(compute)
         shard.copy_(self._shard)
-        made._buffer = self._new_buffer(shared, shard, self._buffer.full.dtype)
-        made.parameter = nn.Parameter(shard, requires_grad=self.parameter.requires_grad)
-        made._come_to_rest(shard)
+        made._come_to_rest(shared, shard, compute, self.parameter.requires_grad)
         return made
 
     @property
     def stepped(self) -> Sequence[nn.Parameter]:
         return self.leaves if self.use_orig_params else (self.parameter,)
 
-    def mark_changed(self) -> None:
-        """Increment the versions, after a change through ``.data``."""
-        for param in self.stepped:
-            torch.autograd.graph.increment_version(param)
-
-    @property
-    def home(self) -> torch.device:
-        return self.parameter.device
-
-    @property
-    def changes_kind(self) -> bool:
-        return self.dtypes.compute != self.dtypes.param or (self.use_orig_params and self.is_offloaded)
-
     def compute_in(self, dtype: torch.dtype) -> None:
-        """Compute in `dtype` from now on: that of the shard, or ``dtypes.compute``; at rest.
-
-        Collective over `comm` the first time for a dtype.
-        """
+        """Compute in `dtype` from now on, that of the shard or ``dtypes.compute``. Collective the first time."""
         if dtype == self._buffer.full.dtype:
             return
         self._others[self._buffer.full.dtype] = self._buffer, self._views
         if dtype not in self._others:
-            numel, shares = self.layout.padded_numel, self._may_share(self.home)
-            buffer: Buffer = (
-                SharedBuffer(self.comm, numel, dtype, is_cast=True)
-                if shares
-                else Transient(self.comm, numel, dtype, self.device)
-            )
+            buffer = self._new_shared(dtype, is_cast=True)
+            buffer = buffer or Transient(self.comm, self.layout.padded_numel, dtype, self.device)
             self._others[dtype] = buffer, self._views_of(buffer.full)
             buffer.free()
         self._buffer, self._views = self._others[dtype]
@@ -158,8 +135,7 @@ class FlatParam(ShardedParams):
     def follow_requires_grad(self, unit: str) -> None:
         """Set the leaves' ``requires_grad`` to that of ``parameter``, without `use_orig_params`.
 
-        Raises:
-            EngineError: the user has set that of a leaf, or has registered a hook that would never be called.
+        Refuse one that the user has set for a leaf alone, and hooks that would never be called.
         """
         if _compat.hooks_on_gradient(self.parameter):
             raise EngineError(
@@ -183,7 +159,7 @@ class FlatParam(ShardedParams):
         if isinstance(self._buffer, SharedBuffer):
             self._buffer.write(self._shard)
 
-    def gather(self, *, async_op: bool = False) -> Work | None:
+    def gather(self, async_op: bool = False) -> Work | None:
         return self._buffer.gather(self._shard, async_op=async_op)
 
     def bind(self) -> None:
@@ -200,35 +176,26 @@ class FlatParam(ShardedParams):
         self._bind(self._resting)
 
     def adopt_user_data(self) -> None:
-        """Copy data that a user has assigned (``param.data = ...``) into the shard.
-
-        Raises:
-            EngineError: the data has another number of elements, or the leaves are whole.
-        """
+        """Copy data that a user has assigned (``param.data = ...``) into the shard, unless the leaves are whole."""
         if self.on_assigned is not None and not self.is_unsharded and self.assigned_name() is not None:
             self.on_assigned()
         if self.parameter.data_ptr() != self._shard.data_ptr() or self.parameter.numel() != self._shard.numel():
             self._replace(self._shard, self.parameter.data, "the flat parameter")
             self.parameter.data = self._shard
-        if not self.use_orig_params:
-            return
-        if self.is_unsharded:
-            self._refuse_data()
-            return
-        for leaf, resting, slot in zip(self.leaves, self._resting, self.layout.slots, strict=True):
-            if leaf.data_ptr() != resting.data_ptr() or leaf.numel() != resting.numel():
-                self._replace(resting, leaf.data, f"{slot.fqn!r}")
-                leaf.data = resting
-                torch.autograd.graph.increment_version(leaf)
-
-    def _refuse_data(self) -> None:
-        for leaf, view, slot in zip(self.leaves, self._views, self.layout.slots, strict=True):
-            if leaf.data_ptr() != view.data_ptr():
-                leaf.data = view
+        expected = self._views if self.is_unsharded else self._resting
+        each = zip(self.leaves, expected, self.layout.slots, strict=True)
+        for leaf, values, slot in each if self.use_orig_params else ():
+            if leaf.data_ptr() == values.data_ptr() and (self.is_unsharded or leaf.numel() == values.numel()):
+                continue
+            if self.is_unsharded:
+                leaf.data = values
                 raise EngineError(
                     f"the data of {slot.fqn!r} was replaced between a forward and its backward, while the parameter is "
                     "whole for both: replace it before the forward or after the backward"
                 )
+            self._replace(values, leaf.data, f"{slot.fqn!r}")
+            leaf.data = values
+            torch.autograd.graph.increment_version(leaf)
 
     def assigned_name(self) -> str | None:
         """Return the name of a parameter in place of which a module holds another one; None for none."""
@@ -240,11 +207,7 @@ class FlatParam(ShardedParams):
         return None
 
     def replace_leaf(self, index: int, leaf: nn.Parameter) -> None:
-        """Replace a leaf by another parameter, with its values; at rest, with `use_orig_params`.
-
-        Raises:
-            EngineError: it has another shape than this rank's run of the parameter.
-        """
+        """Replace a leaf by another parameter of this rank's run, with its values; at rest, with `use_orig_params`."""
         resting, fqn = self._resting[index], self.layout.slots[index].fqn
         if leaf.shape != resting.shape:
             raise EngineError(
@@ -257,20 +220,13 @@ class FlatParam(ShardedParams):
         self.leaves = (*self.leaves[:index], leaf, *self.leaves[index + 1 :])
 
     def shard_views(self, shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return each parameter's run of a tensor laid out like the shard: 1-D, empty without elements on this rank.
-
-        With `always_whole` they have the parameters' shapes.
-        """
+        """Return the parameters' runs, 1-D, in what is laid out like the shard; in their shapes if ``shows_whole``."""
         return self._views_of(shard) if self.shows_whole else self._runs_of(shard)
 
     def grad_parts(self, num_blocks: int) -> list[tuple[int, torch.Tensor]]:
-        """Return the parts of the gradient on this rank, each with how many tensor-parallel ranks have the same.
-
-        Args:
-            num_blocks: tensor-parallel ranks.
-        """
+        """Return the parts of the gradient here, each with how many of `num_blocks` tensor-parallel ranks have it."""
         blocks = [slot.block for slot in self.layout.slots]
-        copies = [num_blocks if block is None else block.copies for block in blocks]
+        copies = [num_blocks if block is None else block.boxes.count(block.box) for block in blocks]
         if self.use_orig_params:
             found = zip(copies, [leaf.grad for leaf in self.leaves], strict=True)
         elif self.parameter.grad is None or len(set(copies)) == 1:
@@ -302,23 +258,17 @@ class FlatParam(ShardedParams):
         # Without elements there is nothing to step; some optimizers divide by the number of elements.
         return [(leaf, part) for leaf, part, slot, is_used in found if is_used and (part.numel() or not slot.numel)]
 
-    def _new_shard(self, home: torch.device, compute: torch.dtype) -> tuple[SharedBuffer | None, torch.Tensor]:
-        """Memory for the shard on `home`, and the memory that ranks share to compute in `compute`, if they do."""
-        if not self._may_share(home):
-            return None, self._zeros_for_shard(home)
+    def _new_shared(self, compute: torch.dtype, *, is_cast: bool) -> SharedBuffer | None:
+        """Memory that ranks share to compute in a dtype, if they do. Collective over `comm` if so."""
+        if not self.comm.shares_gathered or self.is_offloaded:
+            return None
+        return SharedBuffer(self.comm, self.layout.padded_numel, compute, is_cast=is_cast)
+
+    def _new_shard(self, compute: torch.dtype) -> tuple[SharedBuffer | None, torch.Tensor]:
+        """Memory that ranks share to compute in a dtype, if they do, and memory for the shard, which may be in it."""
         is_cast = compute != self.layout.dtype
-        shared = SharedBuffer(self.comm, self.layout.padded_numel, compute, is_cast=is_cast)
-        return shared, self._zeros_for_shard(home) if is_cast else shared.segment
-
-    def _new_buffer(self, shared: SharedBuffer | None, shard: torch.Tensor, compute: torch.dtype) -> Buffer:
-        if shared is not None:
-            return shared
-        if self.comm.size == 1 and compute == shard.dtype and shard.device == self.device:
-            return Whole(shard)
-        return Transient(self.comm, self.layout.padded_numel, compute, self.device)
-
-    def _may_share(self, home: torch.device) -> bool:
-        return self.comm.shares_gathered and home == self.device
+        shared = self._new_shared(compute, is_cast=is_cast)
+        return shared, self._zeros_for_shard() if shared is None or is_cast else shared.segment
 
     @torch.no_grad()
     def _empty_leaves(self, shard: torch.Tensor) -> None:

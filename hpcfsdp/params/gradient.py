@@ -21,24 +21,18 @@ CommHook = Callable[..., Any]
 
 @dataclass
 class ReduceOptions:
-    """How a unit's gradients are reduced, as the program has chosen it. The same on all ranks.
+    """How a unit's gradients are reduced, as the program has chosen it. The same on all ranks."""
 
-    Attributes:
-        divide_by: the sum over all ranks is divided by it; None for the number of ranks.
-        hook: called with this rank's part of each reduced gradient, 1-D, to change it in place.
-        scatter: makes this rank's part of the average of a gradient, instead of the communicator.
-        over_replicas: whether gradients are reduced over replicas; otherwise what has been reduced over the shards'
-            ranks is added up until they are.
-        fills_unused: whether parameters that no rank has used get zeros.
-        num_buffers: for gradients of a unit that are assembled while earlier ones are reduced, on a device.
-    """
-
-    divide_by: float | None = None
-    hook: Callable[[torch.Tensor], Any] | None = None
-    scatter: Callable[[torch.Tensor], torch.Tensor] | None = None
-    over_replicas: bool = True
-    fills_unused: bool = False
-    num_buffers: int = 1
+    divide_by: float | None = None  # the sum over all ranks is divided by it; None for the number of ranks
+    hook: Callable[[torch.Tensor], Any] | None = (
+        None  # changes this rank's part of each reduced gradient, 1-D, in place
+    )
+    scatter: Callable[[torch.Tensor], torch.Tensor] | None = None  # averages a gradient in place of the communicator
+    over_replicas: bool = (
+        True  # else what has been reduced over the shards' ranks is added up until it is over replicas
+    )
+    fills_unused: bool = False  # whether parameters that no rank has used get zeros
+    num_buffers: int = 1  # for gradients of a unit that are assembled while earlier ones are reduced, on a device
 
 
 class HeldGrad:
@@ -46,25 +40,19 @@ class HeldGrad:
 
     Between such backwards the optimizer's parameters show views of it, so in-place changes by the program change it.
     Other changes of ``grad`` are read when the next backward begins.
-
-    Attributes:
-        whole: 1-D, ``padded_numel`` elements of the accumulation dtype; None if the program has discarded it.
     """
 
     def __init__(self, params: ShardedParams) -> None:
         self._params = params
+        # 1-D, `padded_numel` elements of the accumulation dtype; None if the program has discarded it.
         self.whole: torch.Tensor | None = None
-        self._shown: list[tuple[torch.Tensor, int] | None] | None = None  # on each parameter, with its version
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether ``show`` was called, and not ``end_show`` yet."""
-        return self._shown is not None
+        # By parameter, with its version, from `show` to `end_show`; else empty.
+        self.shown: list[tuple[torch.Tensor, int] | None] = []
 
     @property
     def shown_on(self) -> list[nn.Parameter]:
         """The parameters that show a held gradient."""
-        pairs = zip(self._params.stepped, self._shown or ())  # noqa: B905
+        pairs = zip(self._params.stepped, self.shown)  # noqa: B905
         return [param for param, shown in pairs if shown is not None and param.grad is shown[0]]
 
     def add(self, buffer: torch.Tensor) -> None:
@@ -76,42 +64,31 @@ class HeldGrad:
 
     def drop(self, averaged: list[torch.Tensor | None] | None) -> None:
         """Take ``grad`` off the parameters, and forget the held gradient. `averaged`: see ``end_show``."""
-        if self._shown is not None and averaged is not None:
-            showing = self.shown_on
-            for index, param in enumerate(self._params.stepped):
-                if not any(param is other for other in showing):
+        if self.shown and averaged is not None:
+            for index, (param, shown) in enumerate(zip(self._params.stepped, self.shown, strict=True)):
+                if shown is None or param.grad is not shown[0]:
                     averaged[index] = param.grad
 
     def show(self, used: Sequence[bool], averaged: Sequence[torch.Tensor | None]) -> None:
-        """Have the parameters show their held gradients.
-
-        Args:
-            used: by leaf, whether it has had a gradient.
-            averaged: shown by parameters without a held gradient.
-        """
+        """Have the parameters of `used` leaves show their held gradients, others the `averaged` ones."""
         used = used if self._params.steps_each else [any(used)]
         noted: list[tuple[torch.Tensor, int] | None] = []
         for param, part, is_held, before in zip(self._params.stepped, self._parts(), used, averaged, strict=True):
             # ``.data`` has a version of its own: a change of one part must not change the versions of others.
             set_grad(param, part.data if is_held else before)
             noted.append((param.grad, param.grad._version) if is_held and param.grad is not None else None)
-        self._shown = noted
+        self.shown = noted
 
     def end_show(self, averaged: list[torch.Tensor | None], used: list[bool]) -> None:
         """Take ``grad`` off the parameters, and adopt the program's changes of it.
 
-        Args:
-            averaged: by parameter, the gradient of earlier synchronised backwards; changed where the program has
-                discarded it with the held one, or has assigned another one.
-            used: by leaf; changed where its gradient is gone.
-
-        Raises:
-            EngineError: the program has changed a held gradient in place where there is an averaged one, too.
+        Gradients of earlier backwards, `averaged` by parameter, change where the program has discarded them with the
+        held ones, or has assigned others; `used`, by leaf, where its gradient is gone. Refuses changes in place of held
+        ones where there are averaged ones, too.
         """
-        assert self._shown is not None
         parts = self._parts()
         self._check_changes(averaged)
-        for index, (param, shown) in enumerate(zip(self._params.stepped, self._shown, strict=True)):
+        for index, (param, shown) in enumerate(zip(self._params.stepped, self.shown, strict=True)):
             grad, param.grad = param.grad, None
             if shown is None:
                 averaged[index] = grad
@@ -128,13 +105,12 @@ class HeldGrad:
             parts[index].zero_()
             for leaf in [index] if self._params.steps_each else range(len(used)):
                 used[leaf] = False
-        self._shown = None
+        self.shown = []
         if not any(used):
             self.whole = None
 
     def _check_changes(self, averaged: Sequence[torch.Tensor | None]) -> None:
-        assert self._shown is not None
-        for index, (param, shown) in enumerate(zip(self._params.stepped, self._shown, strict=True)):
+        for index, (param, shown) in enumerate(zip(self._params.stepped, self.shown, strict=True)):
             if averaged[index] is None or shown is None or param.grad is not shown[0]:
                 continue
             if param.grad._version != shown[1] and param.grad.any():
@@ -151,33 +127,21 @@ class HeldGrad:
 
 
 class ShardedGrad:
-    """The gradients of sharded parameters. Methods stand in the order of a step, and run without autograd.
-
-    Attributes:
-        name: for messages; the same on all ranks.
-        held: the gradient of backwards under ``no_sync``; None if there was none since the last reduction. Whether it
-            is None is the same on all ranks.
-        numel: elements of the full gradient, with padding.
-        outstanding: gradients of leaves still to come; counted by the unit.
-        buffer: the full gradient in the reduce dtype while it is assembled, None otherwise.
-        keeps_back: whether it waits for a later synchronisation, as within ``no_sync``; changed by the unit.
-        comm_hook: (state, function) that reduces the gradient; None for averaging.
-        used: by leaf, whether it has had a gradient on this rank since the last ``store``.
-        arriving: this rank's part of the result, from ``reduce`` to ``finish_reduce``.
-    """
+    """The gradients of sharded parameters. Methods stand in the order of a step, and run without autograd."""
 
     def __init__(self, params: ShardedParams, options: ReduceOptions | None = None) -> None:
         self.params = params
         self.options = options or ReduceOptions()
-        self.name = ""
-        self.numel = params.layout.padded_numel
+        self.name = ""  # for messages; the same on all ranks
+        self.numel = params.layout.padded_numel  # of the full gradient, with padding
+        # Of backwards under `no_sync`, if there were any since the last reduction: that is the same on all ranks.
         self.held: HeldGrad | None = None
-        self.keeps_back = False
-        self.outstanding = 0
-        self.buffer: torch.Tensor | None = None
-        self.arriving: torch.Tensor | None = None
-        self.comm_hook: tuple[Any, CommHook] | None = None
-        self.used = [False] * len(params.leaves)
+        self.keeps_back = False  # whether it waits for a later synchronisation, as within `no_sync`; set by the unit
+        self.outstanding = 0  # gradients of leaves still to come; counted by the unit
+        self.buffer: torch.Tensor | None = None  # the full gradient in the reduce dtype while it is assembled
+        self.arriving: torch.Tensor | None = None  # this rank's part, from `reduce` to `finish_reduce`
+        self.comm_hook: tuple[Any, CommHook] | None = None  # a state, and what reduces the gradient; None to average
+        self.used = [False] * len(params.leaves)  # by leaf, whether it has had a gradient here since the last `store`
         self._targets: Sequence[Sequence[torch.Tensor]] = ()
         self._filled = [False] * len(params.leaves)
         self._sent: torch.Tensor | None = None  # the buffer during its reduction
@@ -190,21 +154,12 @@ class ShardedGrad:
     @property
     def has_replicas(self) -> bool:
         """Whether ``reduce_over_replicas`` follows ``reduce``."""
-        return (
-            self.params.replicas is not None
-            and self.params.comm.size > 1
-            and self.comm_hook is None
-            and self.options.over_replicas
-        )
+        over_replicas = self.params.replicas is not None and self.options.over_replicas
+        return over_replicas and self.params.comm.size > 1 and self.comm_hook is None
 
     @property
     def _stays_partial(self) -> bool:
         return self.params.replicas is not None and not self.options.over_replicas
-
-    @property
-    def wants(self) -> bool:
-        """Whether a parameter that the optimizer steps requires a gradient."""
-        return any(param.requires_grad for param in self.params.stepped)
 
     @property
     def all_used(self) -> list[bool]:
@@ -223,7 +178,7 @@ class ShardedGrad:
 
     def prepare(self) -> None:
         """Take ``grad`` off the leaves before a backward. Raises as ``HeldGrad.end_show``."""
-        if self.held is not None and self.held.is_shown:
+        if self.held is not None and self.held.shown:
             assert self._set_aside is not None
             self.held.end_show(self._set_aside, self.used)
         elif self.params.steps_leaves and self._set_aside is None:
@@ -259,7 +214,7 @@ class ShardedGrad:
     def adopt_from_leaf_at_rest(self, index: int) -> bool:
         """Take a gradient of a leaf at rest, which is the shard. Return whether the program could compute with it."""
         leaf = self.params.leaves[index]
-        if not self.params.steps_leaves or self.params.is_unsharded or (self.held is not None and self.held.is_shown):
+        if not self.params.steps_leaves or self.params.is_unsharded or (self.held is not None and self.held.shown):
             return False
         if self._set_aside is not None:
             before, grad, leaf.grad = self._set_aside[index], leaf.grad, None
@@ -295,34 +250,30 @@ class ShardedGrad:
             self.buffer.copy_(self.held.whole.add_(self.buffer))
         self.held = None
 
-    def reduce(self, label: str, *, async_op: bool) -> Work | None:
-        """Begin to average the complete buffer. ``finish_reduce`` follows. Collective over the shards' ranks.
-
-        Without shards it is averaged over the replicas, and else ``reduce_over_replicas`` follows, if ``has_replicas``.
-        """
+    def reduce(self, label: str, async_op: bool) -> Work | None:
+        """Begin to average the complete buffer over the shards' ranks; of one shard, over the replicas. Collective."""
         assert self.buffer is not None and self.arriving is None
         params, dtypes = self.params, self.params.dtypes
         full = self._sent = self.buffer
         self._drop_buffer()
         sharded = params.comm.size > 1
-        if self.comm_hook is not None:
-            state, hook = self.comm_hook
-            if sharded:
-                self.arriving = self._empty_shard(dtypes.reduce)
-                hook(state, full, self.arriving)
-            else:
-                self.arriving = full
-                hook(state, full)
-            return None
-        if sharded and self.options.scatter is not None:
+        if sharded and self.comm_hook is None and self.options.scatter is not None:
             self.arriving = self.options.scatter(full)
             return None
         if sharded:
-            self.arriving = self._empty_shard(dtypes.grad if params.replicas is None else dtypes.reduce)
+            is_last = self.comm_hook is None and params.replicas is None
+            dtype = dtypes.grad if is_last else dtypes.reduce
+            self.arriving = torch.empty(params.layout.shard_numel, dtype=dtype, device=params.device)
+        else:
+            self.arriving = full
+        if self.comm_hook is not None:
+            state, hook = self.comm_hook
+            hook(state, full, *([self.arriving] if sharded else []))
+            return None
+        if sharded:
             return params.reduce_comm.reduce_scatter_tensor(
                 self.arriving, full, "average", accumulate=dtypes.accumulate, label=label, async_op=async_op
             )
-        self.arriving = full
         if params.replicas is None or not self.options.over_replicas:
             return None
         self.add_partial()
@@ -334,11 +285,7 @@ class ShardedGrad:
         self.params.replicas.all_reduce(self.arriving, "average", accumulate=self.params.dtypes.accumulate, label=label)
 
     def finish_reduce(self, *, own_buffer: bool) -> None:
-        """Store the result of the reduction; its buffer is free afterwards.
-
-        Args:
-            own_buffer: no other gradient will use the memory of the buffer.
-        """
+        """Store the result of the reduction; its buffer is free afterwards, and an `own_buffer` is not used again."""
         assert self.arriving is not None
         params, arrived, self.arriving = self.params, self.arriving, None
         if self._stays_partial:
@@ -391,7 +338,7 @@ class ShardedGrad:
             return
         if self.held is None or self.held.whole is None:
             self.restore_grads()
-        elif not self.held.is_shown:
+        elif not self.held.shown:
             if self._set_aside is None:
                 self._set_aside = [param.grad for param in self.params.stepped]
             self.held.show(self.used, self._set_aside)
@@ -419,10 +366,7 @@ class ShardedGrad:
         return updated
 
     def drop(self) -> None:
-        """After an exception in a backward: forget its gradients, and those that earlier micro-steps have left.
-
-        The step must be repeated from its first micro-step: which gradients are complete differs by rank.
-        """
+        """Forget all gradients: after an exception in a backward those that are complete differ by rank."""
         self._drop_buffer()
         self._sent = self.arriving = self._reduced = self._partial = None
         if self.held is not None:
@@ -453,9 +397,6 @@ class ShardedGrad:
     def _drop_buffer(self) -> None:
         self.buffer = None
         self._targets = ()
-
-    def _empty_shard(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(self.params.layout.shard_numel, dtype=dtype, device=self.params.device)
 
 
 _VERSION = "_hpcfsdp_version"

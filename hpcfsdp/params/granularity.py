@@ -18,15 +18,10 @@ from hpcfsdp.errors import ShardingError
 
 Granularity = int | Literal["row", "whole"]
 """What of a parameter stays on one rank: so many consecutive elements, a row (all but the first dimension), or all."""
-
-GranularityOf = Callable[[str, Sequence[int]], Granularity]
-"""That of a parameter by its name and whole shape."""
-
-_MULTIPLES = 32
-"""Of each number that the size of a shard may have to be a multiple of, so many are tried."""
+GranularityOf = Callable[[str, Sequence[int]], Granularity]  # that of a parameter by its name and whole shape
+_MULTIPLES = 32  # of each number that the size of a shard may have to be a multiple of, so many are tried
 _REFINEMENTS = 10
-_MOST_MULTIPLES = 5
-"""Common multiples of numbers of elements that are tried, too."""
+_MOST_MULTIPLES = 5  # common multiples of numbers of elements that are tried, too
 
 
 def block_numel(granularity: Granularity, shape: Sequence[int]) -> int:
@@ -52,14 +47,9 @@ def check_granularity(granularity: object, shape: Sequence[int], fqn: str) -> No
 
 @functools.lru_cache(maxsize=64)  # the units of a model are much alike
 def place_blocks(items: tuple[tuple[int, int], ...], num_shards: int, align: int) -> tuple[tuple[int, ...], int]:
-    """Place parameters so that no shard ends within a block.
+    """Place parameters so that no shard ends within a block. Return the first element of each, and those of a shard.
 
-    Args:
-        items: for each parameter its elements, and those of a block; in any order.
-        align: offsets, and the size of a shard, are multiples of so many elements.
-
-    Returns:
-        The first element of each parameter, and the elements of a shard.
+    Of each parameter are given its elements, and those of a block. All results are multiples of `align` elements.
     """
     steps = [min(math.lcm(block, align), round_up(numel, align)) for numel, block in items]
     sizes = [round_up(numel, align) for numel, _ in items]
@@ -109,10 +99,7 @@ def _candidates(least: int, total: int, steps: set[int], align: int) -> list[int
 def _filled(
     kinds: dict[tuple[int, int], list[int]], shard_numel: int, num_shards: int, align: int
 ) -> dict[int, int] | None:
-    """Offsets of all parameters in shards of a size; None if they do not fit.
-
-    Next comes the parameter that wastes least before the next edge, of these the largest.
-    """
+    """Offsets of all parameters in shards of a size, if they fit. Next comes what wastes least before the next edge."""
     left = {kind: list(reversed(indices)) for kind, indices in kinds.items()}
     offsets: dict[int, int] = {}
     position, end = 0, shard_numel * num_shards

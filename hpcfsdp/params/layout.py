@@ -51,19 +51,12 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """The blocks of a parameter on its tensor-parallel ranks, and the one of this rank.
+    """The blocks of a parameter on its tensor-parallel ranks, and the one of this rank."""
 
-    Attributes:
-        shape: of the whole.
-        boxes: by tensor-parallel rank; equal ones for replicas.
-        rank: this tensor-parallel rank.
-        placements: torch's, in the dimensions of the mesh of these ranks.
-    """
-
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    rank: int
-    placements: tuple[Any, ...]
+    shape: tuple[int, ...]  # of the whole
+    boxes: tuple[Box, ...]  # by tensor-parallel rank; equal ones for replicas
+    rank: int  # this tensor-parallel rank
+    placements: tuple[Any, ...]  # torch's, in the dimensions of the mesh of these ranks
 
     @property
     def box(self) -> Box:
@@ -85,11 +78,6 @@ class TensorBlock:
         return max(box.numel for box in self.boxes)
 
     @property
-    def copies(self) -> int:
-        """How many ranks have this block."""
-        return self.boxes.count(self.box)
-
-    @property
     def owners(self) -> tuple[int, ...]:
         """For each distinct block the first rank that has it, in ascending order."""
         first: dict[Box, int] = {}
@@ -101,23 +89,14 @@ class TensorBlock:
 
 @dataclass(frozen=True)
 class ParamSlot:
-    """The place of one parameter, or of this rank's block of it, in the flat buffer.
+    """The place of one parameter, or of this rank's block of it, in the flat buffer."""
 
-    Attributes:
-        fqn: fully qualified name, without the names of wrappers.
-        shape: of the block if there is one.
-        offset: first element in the flat buffer.
-        aliases: other names of the same (tied) parameter.
-        block: None for a whole parameter.
-        granularity: what of it stays on one rank.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    offset: int
-    aliases: tuple[str, ...] = ()
-    block: TensorBlock | None = None
-    granularity: Granularity = 1
+    fqn: str  # fully qualified name, without the names of wrappers
+    shape: tuple[int, ...]  # of the block if there is one
+    offset: int  # first element in the flat buffer
+    aliases: tuple[str, ...] = ()  # other names of the same (tied) parameter
+    block: TensorBlock | None = None  # None for a whole parameter
+    granularity: Granularity = 1  # what of it stays on one rank
 
     @property
     def is_cut(self) -> bool:
@@ -139,36 +118,23 @@ class ParamSlot:
 
 
 class Run(NamedTuple):
-    """Consecutive elements of one tensor, consecutive in memory too.
+    """Consecutive elements of one tensor, consecutive in memory too."""
 
-    Attributes:
-        index: of the tensor.
-        start: first element within the tensor, in row-major order.
-        numel: elements.
-        offset: first element within the memory that holds the run.
-    """
-
-    index: int
-    start: int
+    index: int  # of the tensor
+    start: int  # first element within the tensor, in row-major order
     numel: int
-    offset: int
+    offset: int  # first element within the memory that holds the run
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The parameters of one dtype, in shards of one size.
+    """The parameters of one dtype, in shards of one size."""
 
-    Attributes:
-        slots: the places of the parameters.
-        shard_numel: elements of each shard.
-        align: each parameter and each shard begins at a multiple of so many elements.
-    """
-
-    slots: tuple[Any, ...]
+    slots: tuple[Any, ...]  # the places of the parameters
     dtype: torch.dtype
     num_shards: int
     shard_numel: int
-    align: int
+    align: int  # each parameter and each shard begins at a multiple of so many elements
 
     @property
     def padded_numel(self) -> int:
@@ -199,17 +165,9 @@ class FlatLayout(Layout):
     ) -> FlatLayout:
         """Lay out parameters, in the given order unless blocks of them have to stay together.
 
-        Args:
-            params: fully qualified name, shape and aliases of each.
-            dtype: of all of them.
-            num_shards: ranks to cut for, at least 1.
-            blocks: by name, of parameters given by the shape of a block.
-            itemsize: bytes of an element where it takes the fewest, for the alignment; by default those of `dtype`.
-            granularity: by name, what of a parameter stays on one rank; 1, an element, for others.
-
-        Raises:
-            ValueError: no rank, or a name given twice.
-            ShardingError: a granularity that does not divide the parameter.
+        Of each are given the fully qualified name, the shape and the aliases, and by name the `blocks` of those whose
+        shape is that of a block, and what of them stays on one rank where that is more than an element. Alignment
+        counts with the `itemsize` in bytes where an element takes the fewest; by default that of `dtype`.
         """
         if num_shards < 1:
             raise ValueError(f"a layout needs at least one shard, not {num_shards}")
@@ -235,11 +193,6 @@ class FlatLayout(Layout):
             pairs = zip(slots, offsets, strict=True)
             slots = [dataclasses.replace(slot, offset=offset) for slot, offset in pairs]
         return cls(tuple(slots), dtype, num_shards, shard_numel, align)
-
-    @property
-    def numel(self) -> int:
-        """Elements of all parameters, without gaps and padding."""
-        return sum(slot.numel for slot in self.slots)
 
     @cached_property
     def used_numel(self) -> int:
@@ -275,30 +228,26 @@ class FlatLayout(Layout):
     def param_edges(self, fqn: str) -> tuple[int, np.ndarray]:
         """Return the runs of the parameter `fqn` (or an alias) over all ranks, in row-major order.
 
-        Returns:
-            The first rank that has a run, and a read-only int64 array ``[runs + 1]``: the first element of each run,
-            and the number of elements.
+        They are the first rank that has one, and a read-only int64 array ``[runs + 1]`` of their first elements, and of
+        the number of elements.
         """
-        if self.num_shards > _CACHED_SHARDS:
-            return self._edges_of(self.by_name[fqn])
-        return self._cached("edges", fqn, lambda: self._edges_of(self.by_name[fqn]))
-
-    def _edges_of(self, slot: ParamSlot) -> tuple[int, np.ndarray]:
+        if ("edges", fqn) in self._made:
+            return self._made["edges", fqn]
+        slot = self.by_name[fqn]
         if slot.numel == 0:
             return 0, np.zeros(1, np.int64)
         first, end = slot.offset // self.shard_numel, (slot.end - 1) // self.shard_numel + 1
         edges = np.arange(first, end + 1, dtype=np.int64) * self.shard_numel - slot.offset
         edges[0], edges[-1] = 0, slot.numel  # its first shard begins before it, its last ends behind it
         edges.flags.writeable = False
+        if self.num_shards <= _CACHED_SHARDS:
+            self._made["edges", fqn] = first, edges
         return first, edges
 
     def runs(self, shard_rank: int, *, apart: bool = False) -> list[Run]:
         """Return the runs of parameters on one rank, with ``Run.index`` that of the slot, ascending.
 
-        Does not iterate over the slots of other shards: a plan needs the runs of all shards.
-
-        Args:
-            apart: each run is in memory of its own, and not in the rank's shard.
+        They are in the rank's shard, or `apart` in memory of their own. Slots of other shards cost no time.
         """
         found, begin = [], shard_rank * self.shard_numel
         end = begin + self.shard_numel
@@ -320,45 +269,32 @@ class FlatLayout(Layout):
         return Run(self.places[fqn], first - slot.offset, last - first, first - begin) if first < last else None
 
     def known_as(self, paths: tuple[str, ...], join: Callable[[str, str], str]) -> FlatLayout:
-        """Return the same layout with names below the first of `paths`, and aliases below the others.
-
-        Args:
-            join: makes the name of a parameter below a path.
-        """
-
-        def renamed(slot: ParamSlot) -> ParamSlot:
-            fqn, *aliases = (join(path, name) for path in paths for name in (slot.fqn, *slot.aliases))
-            return dataclasses.replace(slot, fqn=fqn, aliases=tuple(aliases))
-
-        return self._cached(
-            "names", (paths, join), lambda: dataclasses.replace(self, slots=tuple(map(renamed, self.slots)))
-        )
+        """Return the same layout with names below the first of `paths`, aliases below the others; `join` makes them."""
+        if (paths, join) not in self._made:
+            slots = []
+            for slot in self.slots:
+                fqn, *aliases = (join(path, name) for path in paths for name in (slot.fqn, *slot.aliases))
+                slots.append(dataclasses.replace(slot, fqn=fqn, aliases=tuple(aliases)))
+            self._made[paths, join] = dataclasses.replace(self, slots=tuple(slots))
+        return self._made[paths, join]
 
     def of_tensor_rank(self, rank: int) -> FlatLayout:
         """Return the layout of the blocks of another tensor-parallel rank."""
-        return self._cached("tensor rank", rank, lambda: self._planned_for(rank))
-
-    def _planned_for(self, rank: int) -> FlatLayout:
-        if all(slot.block is None or slot.block.rank == rank for slot in self.slots):
-            return self
-        blocks = {s.fqn: dataclasses.replace(s.block, rank=rank) for s in self.slots if s.block is not None}
-        params = [(s.fqn, blocks[s.fqn].box.sizes if s.block else s.shape, s.aliases) for s in self.slots]
-        return FlatLayout.plan(
-            params,
-            self.dtype,
-            self.num_shards,
-            blocks,
-            itemsize=ALIGNMENT_BYTES // self.align,
-            granularity={slot.fqn: slot.granularity for slot in self.slots},
-        )
-
-    def _cached(self, what: str, key: Any, make: Callable[[], Any]) -> Any:
-        if (what, key) not in self._made:
-            self._made[what, key] = make()
-        return self._made[what, key]
+        if ("tensor rank", rank) not in self._made:
+            if all(slot.block is None or slot.block.rank == rank for slot in self.slots):
+                return self._made.setdefault(("tensor rank", rank), self)
+            blocks = {s.fqn: dataclasses.replace(s.block, rank=rank) for s in self.slots if s.block is not None}
+            params = [(s.fqn, blocks[s.fqn].box.sizes if s.block else s.shape, s.aliases) for s in self.slots]
+            granularity = {slot.fqn: slot.granularity for slot in self.slots}
+            itemsize = ALIGNMENT_BYTES // self.align
+            self._made["tensor rank", rank] = FlatLayout.plan(
+                params, self.dtype, self.num_shards, blocks, itemsize=itemsize, granularity=granularity
+            )
+        return self._made["tensor rank", rank]
 
     @cached_property
-    def _made(self) -> dict[tuple[str, Any], Any]:
+    def _made(self) -> dict[tuple[Any, Any], Any]:
+        """What methods have made for their arguments, to be made once."""
         return {}
 
 

@@ -19,16 +19,11 @@ from hpcfsdp.text.terminal import ranks as ranks_text
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 BUCKET_BYTES = 250 << 20
-_MOST_DIFFERENCES = 3
-"""In one message."""
+_MOST_DIFFERENCES = 3  # in one message
 
 
 def verify_param_shape_across_processes(comm: Communicator, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise on every rank of `comm` unless all have the same names, shapes and dtypes in the same order. Collective.
-
-    Raises:
-        DisagreementError: names the parameters, and what each rank has.
-    """
+    """Raise on every rank of `comm` unless all have the same names, shapes and dtypes in the same order. Collective."""
     _agree(comm, {f"parameter {name!r}": _described(tensor) for name, tensor in named_params})
 
 
@@ -43,16 +38,8 @@ def sync_module_states(
 ) -> None:
     """Make all parameters and buffers of `module` what they are on rank `src`, bit by bit. Collective over `comm`.
 
-    For hybrid sharding call it over the replicas and over the shards, in either order.
-
-    Args:
-        src: a rank of `comm`.
-        bucket_bytes: see ``sync_params_and_buffers``.
-        ignored: parameters and buffers to skip, themselves or their names; one name of a tied one is enough.
-        buffers: also buffers, persistent or not.
-
-    Raises:
-        DisagreementError, EngineError: as ``sync_params_and_buffers``, with the names of the module.
+    For hybrid sharding call it over the replicas and over the shards, in either order. What is `ignored`, itself or by
+    one of its names, is skipped, as are `buffers` if False. The rest is as for ``sync_params_and_buffers``.
     """
     found = [(f"parameter {name!r}", name, tensor) for name, tensor in module.named_parameters(remove_duplicate=False)]
     if buffers:
@@ -67,18 +54,10 @@ def sync_params_and_buffers(
 ) -> None:
     """Make all `tensors` what they are on rank `src`, bit by bit. Collective over `comm`.
 
-    They may have any dtype and device, and strides that differ between ranks. Tensors that are the same memory are sent
-    once. Wrapper subclasses (DTensor) are synchronized by the tensors within them.
-
-    Args:
-        bucket_bytes: tensors of one dtype are sent together up to so many bytes, through a buffer of that size. A
-            larger one is sent alone, without a copy if it is contiguous.
-        src: a rank of `comm`.
-
-    Raises:
-        DisagreementError: the ranks differ in the tensors' number, shapes, dtypes or ties, or in the arguments; it
-            lists which ranks have what. Raised on every rank, before anything is changed.
-        EngineError: a tensor has no memory to be synchronized. Raised on every rank, before anything is changed.
+    They may have any dtype and device, and strides that differ between ranks. The same memory is sent once, a wrapper
+    subclass (DTensor) as the tensors within. Those of one dtype travel together up to `bucket_bytes`, larger ones
+    alone, without a copy if contiguous. Before anything is changed, every rank raises a ``DisagreementError`` if ranks
+    differ in number, shapes, dtypes or ties, or in arguments, and an ``EngineError`` for a tensor without memory.
     """
     _sync(comm, {f"tensor {index}": tensor for index, tensor in enumerate(tensors)}, bucket_bytes, src)
 
@@ -91,10 +70,14 @@ def _sync(comm: Communicator, named: dict[str, torch.Tensor], bucket_bytes: int,
     described = {"src": str(src), "bucket_bytes": str(bucket_bytes)}
     sent = []
     for name, tensor in parts:
-        owner = owners.setdefault(_place(tensor), name)
+        # Equal for tensors that view the same memory in the same way.
+        place = tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+        owner = owners.setdefault(place if tensor.numel() else object(), name)
         described[name] = _described(tensor) + (f", tied to {owner}" if owner != name else "")
         if owner == name and tensor.numel():
-            sent.append(_without_repeats(tensor))
+            for dimension in _repeated_dimensions(tensor):  # torch refuses to write to elements that share memory
+                tensor = tensor.narrow(dimension, 0, 1)
+            sent.append(tensor)
     _agree(comm, described)
     if comm.size == 1:
         return
@@ -120,13 +103,6 @@ def _plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
     yield name, tensor.detach()
 
 
-def _place(tensor: torch.Tensor) -> object:
-    """Equal for tensors that view the same memory in the same way."""
-    if not tensor.numel():
-        return object()
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
-
-
 def _described(tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
         return f"{tensor.dtype} without a shape yet"
@@ -139,13 +115,6 @@ def _repeated_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:
         return ()
     strides = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
     return tuple(dimension for dimension, (size, stride) in strides if stride == 0 and size > 1)
-
-
-def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of an expanded tensor that are distinct in memory: torch refuses to write to the others."""
-    for dimension in _repeated_dimensions(tensor):
-        tensor = tensor.narrow(dimension, 0, 1)
-    return tensor
 
 
 def _agree(comm: Communicator, described: dict[str, str]) -> None:
@@ -203,7 +172,8 @@ def _buckets(tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[lis
 
 def _broadcast(comm: Communicator, bucket: Sequence[torch.Tensor], src: int) -> None:
     first = bucket[0]
-    if len(bucket) == 1 and _needs_no_copy(first, comm):
+    is_here = first.is_contiguous() and first.device.type == comm.device.type
+    if len(bucket) == 1 and is_here and not (first.is_conj() or first.is_neg()):  # which are not in the memory
         comm.broadcast(first.view(-1), src)  # flat on each rank, as on ranks that send a copy
         return
     numels = [tensor.numel() for tensor in bucket]
@@ -218,17 +188,10 @@ def _broadcast(comm: Communicator, bucket: Sequence[torch.Tensor], src: int) -> 
             tensor.copy_(place)
 
 
-def _needs_no_copy(tensor: torch.Tensor, comm: Communicator) -> bool:
-    # Lazy conjugation and negation are not in the memory.
-    lazily = tensor.is_conj() or tensor.is_neg()
-    return tensor.is_contiguous() and tensor.device.type == comm.device.type and not lazily
-
-
 def replace_by_prefix(state_dict: MutableMapping[str, Any], old_prefix: str, new_prefix: str) -> None:
     """Rename the keys that begin with `old_prefix` to begin with `new_prefix`, in place. Their order is kept.
 
-    Raises:
-        ValueError: the prefixes are equal, or two entries would get the same name; nothing was changed.
+    Refuses equal prefixes, and two entries that would get the same name, before anything is changed.
     """
     if old_prefix == new_prefix:
         raise ValueError(f"the old and the new prefix are both {old_prefix!r}: nothing would change")
@@ -248,18 +211,14 @@ def replace_by_prefix(state_dict: MutableMapping[str, Any], old_prefix: str, new
 
 def get_root_modules(modules: Iterable[ModuleT]) -> list[ModuleT]:
     """Return those of `modules` that no other of them contains, in the order given. Visits each module once."""
-    given = list(modules)
-    contained: set[int] = set()
-    seen: set[int] = set()
+    given, contained, seen = list(modules), set[nn.Module](), set[nn.Module]()
     for start in given:
         pending: list[nn.Module] = [start]
         while pending:
             module = pending.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            for child in module.children():
-                if child is not start:
-                    contained.add(id(child))
-                pending.append(child)
-    return [module for module in given if id(module) not in contained]
+            if module not in seen:
+                seen.add(module)
+                children = list(module.children())
+                contained.update(child for child in children if child is not start)
+                pending += children
+    return [module for module in given if module not in contained]

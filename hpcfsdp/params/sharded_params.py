@@ -21,21 +21,13 @@ from hpcfsdp.params.storage import Buffer, SharedBuffer
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtypes of parameters and their gradients in a step.
+    """The dtypes of parameters and their gradients in a step."""
 
-    Attributes:
-        param: of the shard.
-        compute: of the unsharded parameters.
-        reduce: of gradients between ranks.
-        accumulate: of sums over ranks, and of gradients held by ``no_sync``.
-        grad: of the gradient that the optimizer reads.
-    """
-
-    param: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-    accumulate: torch.dtype
-    grad: torch.dtype
+    param: torch.dtype  # of the shard
+    compute: torch.dtype  # of the unsharded parameters
+    reduce: torch.dtype  # of gradients between ranks
+    accumulate: torch.dtype  # of sums over ranks, and of gradients held by `no_sync`
+    grad: torch.dtype  # of the gradient that the optimizer reads
 
     @property
     def itemsize(self) -> int:
@@ -51,13 +43,7 @@ class Dtypes:
         reduce: torch.dtype | None = None,
         keep_low_precision_grads: bool = False,
     ) -> Dtypes:
-        """Return the dtypes for parameters of `dtype`, by the rules of torch's ``MixedPrecision``.
-
-        Args:
-            param: to compute in; None for `dtype`.
-            reduce: to send gradients in; None for the dtype of the computation.
-            keep_low_precision_grads: the optimizer gets gradients in the reduce dtype; otherwise in `dtype`.
-        """
+        """Return the dtypes for parameters of `dtype`, by the rules of torch's ``MixedPrecision``."""
         if not dtype.is_floating_point:  # integer and complex parameters are never cast
             return cls(dtype, dtype, dtype, accumulate_dtype(dtype), dtype)
         compute = param or dtype
@@ -75,31 +61,17 @@ def other_in_place_of(name: str) -> EngineError:
 
 
 class ShardedParams(abc.ABC):
-    """Parameters of one dtype and device, of which each rank stores a shard, and that are gathered together.
-
-    Attributes:
-        layout: which rank stores which elements.
-        comm: the ranks that hold the shards.
-        reduce_comm: the same ranks, for reductions.
-        replicas: ranks that hold the same shard as this one; None without any.
-        leaves: the tensors that modules compute with, and to which autograd adds gradients, by slot of the layout.
-        device: of the computation; the shard is there too unless it is offloaded.
-        is_unsharded: whether the leaves hold their full data.
-        steps_leaves: whether the optimizer steps the leaves themselves.
-        steps_each: whether it steps a tensor for each leaf, and not one for all.
-        may_change_before_backward: whether the program may change them between a forward and its backward, which then
-            computes with the new ones.
-        hides_whole_norm: whether functions of torch see a rank's shard of a gradient as if it were the whole.
-        shows_held: whether ``grad`` shows the gradients that ``no_sync`` holds.
-    """
+    """Parameters of one dtype and device, of which each rank stores a shard, and that are gathered together."""
 
     layout: Any  # a FlatLayout or a DTensorLayout
-    leaves: Sequence[nn.Parameter]
-    steps_leaves = False
-    steps_each = True
-    may_change_before_backward = False
-    hides_whole_norm = True
-    shows_held = True
+    leaves: Sequence[nn.Parameter]  # what modules compute with, and autograd adds gradients to, by slot of the layout
+    home: torch.device  # where the shard is
+    steps_leaves = False  # whether the optimizer steps the leaves themselves
+    steps_each = True  # whether it steps a tensor for each leaf, and not one for all
+    changes_kind = False  # whether leaves have another dtype or device when unsharded: autograd makes new nodes then
+    may_change_before_backward = False  # whether a backward computes with what was changed since its forward
+    hides_whole_norm = True  # whether functions of torch see a rank's shard of a gradient as if it were the whole
+    shows_held = True  # whether `grad` shows the gradients that `no_sync` holds
     _buffer: Buffer
 
     def __init__(
@@ -112,21 +84,13 @@ class ShardedParams(abc.ABC):
         replicas: Communicator | None,
         dtypes: Dtypes | None,
     ) -> None:
-        """Hold nothing yet.
-
-        Args:
-            device: of the computation.
-            reduce_comm: of the same ranks, where reductions are to wait for no gather.
-            replicas: ranks that hold the same shard as this one.
-            dtypes: by default those of `layout`, without casts.
-        """
         self.layout = layout
-        self.comm = comm
-        self.reduce_comm = reduce_comm or comm
-        self.replicas = replicas
+        self.comm = comm  # the ranks that hold the shards
+        self.reduce_comm = reduce_comm or comm  # the same ranks, where reductions are to wait for no gather
+        self.replicas = replicas  # ranks that hold the same shard as this one; None without any
         self.dtypes = dtypes or Dtypes.plan(layout.dtype)
-        self.device = device
-        self.is_unsharded = False
+        self.device = device  # of the computation
+        self.is_unsharded = False  # whether the leaves hold their full data
 
     @property
     def requires_grad(self) -> bool:
@@ -148,11 +112,6 @@ class ShardedParams(abc.ABC):
         return [param._version for param in self.stepped]
 
     @property
-    def changes_kind(self) -> bool:
-        """Whether leaves have another dtype or device when unsharded: then autograd makes new nodes for them."""
-        return False
-
-    @property
     def stays_gathered(self) -> bool:
         """Whether no gather is needed."""
         return self._buffer.stays
@@ -161,11 +120,6 @@ class ShardedParams(abc.ABC):
     def shares_gathered(self) -> bool:
         """Whether ranks share the memory of the unsharded parameters; then barriers must enclose its use."""
         return isinstance(self._buffer, SharedBuffer)
-
-    @property
-    @abc.abstractmethod
-    def home(self) -> torch.device:
-        """Where the shard is."""
 
     @property
     def is_offloaded(self) -> bool:
@@ -194,7 +148,7 @@ class ShardedParams(abc.ABC):
         """Copy the shard into this rank's part of shared memory, if there is any; a barrier must follow."""
 
     @abc.abstractmethod
-    def gather(self, *, async_op: bool = False) -> Work | None:
+    def gather(self, async_op: bool = False) -> Work | None:
         """Gather all shards; ``bind`` may follow when the returned work is done. Collective over `comm`."""
 
     @property
@@ -220,10 +174,10 @@ class ShardedParams(abc.ABC):
             return False
         return tensor.untyped_storage().data_ptr() == self._buffer.full.untyped_storage().data_ptr()
 
-    def _zeros_for_shard(self, home: torch.device, *, pin_memory: bool = True) -> torch.Tensor:
-        """Memory for a shard on `home`; where it is offloaded from an accelerator, pinned for faster copies."""
-        pinned = pin_memory and home != self.device and accelerator.is_accelerator(self.device)
-        return torch.zeros(self.layout.shard_numel, dtype=self.layout.dtype, device=home, pin_memory=pinned)
+    def _zeros_for_shard(self, *, pin_memory: bool = True) -> torch.Tensor:
+        """Memory for a shard; where it is offloaded from an accelerator, pinned for faster copies."""
+        pinned = pin_memory and self.is_offloaded and accelerator.is_accelerator(self.device)
+        return torch.zeros(self.layout.shard_numel, dtype=self.layout.dtype, device=self.home, pin_memory=pinned)
 
     # Gradients: assembled in a buffer of all shards, 1-D, ``layout.padded_numel`` elements
 
@@ -241,9 +195,4 @@ class ShardedParams(abc.ABC):
 
     @abc.abstractmethod
     def grads_of(self, reduced: torch.Tensor, used: Sequence[bool]) -> list[tuple[nn.Parameter, Any]]:
-        """Return the parameters that the optimizer steps, with their parts of a reduced gradient.
-
-        Args:
-            reduced: laid out like the shard.
-            used: by leaf; parameters of leaves that no rank has used are left out.
-        """
+        """Return the parameters that are stepped, if `used`, with their parts of what was `reduced`, like the shard."""

@@ -15,16 +15,9 @@ from hpcfsdp.errors import EngineError
 
 
 def alloc_storage(tensor: torch.Tensor, size: int | Sequence[int]) -> bool:
-    """Allocate storage for `size` elements. The content is undefined.
+    """Allocate storage for `size` elements, a number or a shape. Return False if it was allocated already.
 
-    Args:
-        size: the number of elements, or their shape (a ``torch.Size``).
-
-    Returns:
-        Whether memory was allocated; False if it was allocated already.
-
-    Raises:
-        EngineError: the storage holds another number of elements, or torch does not own its memory.
+    The content is undefined. Refuses storage of another size, and memory that is not torch's own.
     """
     storage = tensor.untyped_storage()
     wanted = (prod(size) if isinstance(size, Sequence) else size) * tensor.element_size()
@@ -38,19 +31,18 @@ def alloc_storage(tensor: torch.Tensor, size: int | Sequence[int]) -> bool:
 
 
 def free_storage(tensor: torch.Tensor) -> bool:
-    """Free the memory of `tensor` and of all its views. Sizes and strides of the tensors stay.
+    """Free the memory of `tensor` and of all its views. Return False if there was none.
 
-    Returns:
-        Whether memory was freed; False if there was none.
-
-    Raises:
-        EngineError: `tensor` does not span its storage, or torch does not own the storage's memory.
+    Sizes and strides stay. Refuses a tensor that does not span its storage, and memory that is not torch's own.
     """
     storage = tensor.untyped_storage()
     held = storage.size()
     if held == 0:
         return False
-    if tensor.storage_offset() != 0 or _spanned(tensor) * tensor.element_size() != held:
+    spanned = tensor.numel()
+    if not tensor.is_contiguous():
+        spanned = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.storage_offset() != 0 or spanned * tensor.element_size() != held:
         raise EngineError(
             f"the tensor is not the sole occupant of its storage: it starts at element {tensor.storage_offset()} and "
             f"has shape {tuple(tensor.shape)} of {tensor.dtype}, the storage holds {held} bytes"
@@ -75,13 +67,6 @@ def data_ptr_allocated(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() != 0
 
 
-def _spanned(tensor: torch.Tensor) -> int:
-    """Elements of the storage from the first to the last that `tensor` views."""
-    if tensor.is_contiguous():
-        return tensor.numel()
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def _resize(storage: torch.UntypedStorage, size_bytes: int) -> None:
     try:
         storage.resize_(size_bytes)
@@ -95,15 +80,10 @@ def _resize(storage: torch.UntypedStorage, size_bytes: int) -> None:
 
 
 class Buffer:
-    """Gathered parameters. Here they stay in memory; ``Transient`` allocates and frees it.
+    """Gathered parameters. Here they stay in memory; ``Transient`` allocates and frees it."""
 
-    Attributes:
-        full: 1-D, all shards; always the same tensor, but its memory may be freed.
-        stays: whether the memory stays, so that they are valid between two barriers.
-    """
-
-    stays = True
-    full: torch.Tensor
+    stays = True  # whether the memory stays, so that they are valid between two barriers
+    full: torch.Tensor  # 1-D, all shards; always the same tensor, but its memory may be freed
 
     def gather(self, shard: torch.Tensor, *, async_op: bool) -> Work | None:
         """Gather all shards into `full`. Collective over the ranks of the shards."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcfsdp.params.layout import Box, Run
+from hpcfsdp.params.layout import Box, Run, contiguous_strides
 
 
 def whole_box(shape: Sequence[int]) -> Box:
@@ -22,10 +22,9 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def chunk_box(shape: Sequence[int], num_chunks: int, chunk: int) -> Box | None:
-    """Return the rows of a chunk along the first dimension, None if it has none.
+    """Return the rows of a chunk along the first dimension, as ``torch.chunk`` and DTensor's ``Shard(0)`` cut.
 
-    As ``torch.chunk`` and DTensor's ``Shard(0)`` cut: all chunks have equally many rows but for the last ones, which
-    have fewer, or none. A tensor without rows is the first chunk.
+    The last chunks have fewer rows, or none: None. A tensor without rows is the first chunk.
     """
     rows = -(-shape[0] // num_chunks)
     begin, end = min(chunk * rows, shape[0]), min((chunk + 1) * rows, shape[0])
@@ -62,12 +61,7 @@ def _within_row(row: int, box: Box) -> Box:
 
 
 def joined_boxes(shape: Sequence[int], runs: Iterable[tuple[int, int]]) -> list[Box]:
-    """Return few boxes with these elements; the boxes one after the other have them in the order of the runs.
-
-    Args:
-        shape: of the tensor, of at least one dimension and one element.
-        runs: (first element, end), in row-major order, ascending and not overlapping.
-    """
+    """Return few boxes with the elements of runs (first element, end), ascending, not overlapping; in that order."""
     found: list[Box] = []
     for begin, end in runs:
         for box in run_boxes(shape, begin, end - begin):
@@ -92,17 +86,11 @@ def _joined(left: Box, right: Box) -> Box | None:
 
 
 class Levels(NamedTuple):
-    """A box as nested repetitions of one run.
+    """A box as nested repetitions of one run."""
 
-    Attributes:
-        start: the first element, counted in the whole tensor.
-        numel: of each run.
-        repeated: (how often, how many elements later each time), outermost first.
-    """
-
-    start: int
-    numel: int
-    repeated: list[tuple[int, int]]
+    start: int  # the first element, counted in the whole tensor
+    numel: int  # of each run
+    repeated: list[tuple[int, int]]  # (how often, how many elements later each time), outermost first
 
     def starts(self, depth: int) -> np.ndarray:
         """Return where the repetitions of the `depth` outermost levels begin, int64, 1-D, in the order of the box."""
@@ -129,9 +117,7 @@ def levels_of(shape: Sequence[int], box: Box) -> Levels:
 def common_runs(index: int, frame: Box, box: Box, offset: int = 0) -> Iterator[Run]:
     """Return the runs that two blocks of a tensor have in common, in row-major order.
 
-    Args:
-        frame: starts are counted in this block, as if it were the tensor.
-        box: contiguous in memory of its own, from `offset` on.
+    Starts are counted in the block `frame`, as if it were the tensor. The other block is contiguous from `offset` on.
     """
     begins = [max(a, b) for a, b in zip(frame.offsets, box.offsets, strict=True)]
     ends = [min(o + s, p + t) for o, s, p, t in zip(*frame, *box, strict=True)]
@@ -143,14 +129,10 @@ def common_runs(index: int, frame: Box, box: Box, offset: int = 0) -> Iterator[R
         inner -= 1
     inner = max(0, inner - 1)  # of the innermost one that is not, a run has some
     numel = math.prod(sizes[inner:])
-    in_frame, in_box = _row_major(frame.sizes), _row_major(box.sizes)
+    in_frame, in_box = contiguous_strides(frame.sizes), contiguous_strides(box.sizes)
     start = sum((begin - at) * step for begin, at, step in zip(begins, frame.offsets, in_frame, strict=True))
     offset += sum((begin - at) * step for begin, at, step in zip(begins, box.offsets, in_box, strict=True))
     for place in itertools.product(*map(range, sizes[:inner])):
         there = sum(p * step for p, step in zip(place, in_frame, strict=False))
         here = sum(p * step for p, step in zip(place, in_box, strict=False))
         yield Run(index, start + there, numel, offset + here)
-
-
-def _row_major(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

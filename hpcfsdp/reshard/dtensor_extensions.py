@@ -17,14 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard as ShardAlong
 
 from hpcfsdp import _compat
-from hpcfsdp._compat import (
-    ChunkShardingSpec,
-    Shard,
-    ShardedTensor,
-    ShardedTensorMetadata,
-    ShardMetadata,
-    TensorProperties,
-)
+from hpcfsdp._compat import ChunkShardingSpec, Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import chunk_box
@@ -49,24 +42,13 @@ def chunk_tensor(
     pg: dist.ProcessGroup,
     device: torch.device | None = None,
 ) -> ShardedTensor:
-    """Return a tensor in chunks of rows over a process group.
+    """Return a tensor in chunks of rows over a process group; new memory, detached, on `device` if it is given.
 
-    Collective over the mesh of a ``DTensor`` the first time, where it has several dimensions; else not collective.
-
-    Args:
-        tensor: whole on each rank of `pg`. Of a ``DTensor``, or a ``ShardedTensor`` with one shard here, it is the
-            block that is chunked: the result has the shards of the outer one, which are chunked tensors. A ``DTensor``
-            that has nothing on this rank has no shard here.
-        rank, world_size: this rank's place in `pg`, and its size.
-        num_devices_per_node: from which the devices of other ranks are computed.
-        device: of the chunk; by default that of the tensor.
-
-    Returns:
-        New memory, detached.
-
-    Raises:
-        ShardingError: the rank and the size are not those of the group, a ``ShardedTensor`` has not one shard here,
-            the tensor has no dimension to be sharded along, or a ``DTensor`` no block on each rank.
+    Of a ``DTensor``, or a ``ShardedTensor`` with exactly one shard here, the block is chunked: the result has the
+    shards of the outer one, which are chunked tensors. A ``DTensor`` that has nothing on this rank has no shard here.
+    Devices of other ranks follow from `num_devices_per_node`. Collective over the mesh of a ``DTensor`` the first time,
+    where it has several dimensions; else not collective. A ``ShardingError`` if `rank` and `world_size` are not those
+    of `pg`, or the tensor has no dimension, or a ``DTensor`` no block on each rank.
     """
     if (dist.get_rank(pg), dist.get_world_size(pg)) != (rank, world_size):
         raise ShardingError(
@@ -112,23 +94,12 @@ def _nested(inner: ShardedTensor, whole: ShardedTensorMetadata, group: dist.Proc
 
 
 def chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> DTensor:
-    """Chunk a tensor's rows over the last dimension of a mesh, and keep its placements along those of tensor
-    parallelism.
+    """Chunk rows over the last dimension of a mesh that is a part of a larger one. Return new memory, detached.
 
-    Collective over the root of the mesh where the rows are sharded along both; else without a message.
-
-    Args:
-        tensor: whole on each rank of `device_mesh`, or a ``DTensor`` on other dimensions of the same root mesh.
-        rank: this rank's place in the last dimension of `device_mesh`.
-        device_mesh: dimensions of a larger mesh.
-
-    Returns:
-        On the root mesh, new memory, detached: ``Shard(0)`` in the last dimension of `device_mesh`, the placements of
-        `tensor` in its own ones, ``Replicate`` elsewhere.
-
-    Raises:
-        ShardingError: the mesh is not some dimensions of a larger one, the ``DTensor`` is on another mesh or on the
-            same dimensions, the rank is another one, or the tensor has no dimension to be sharded along.
+    The result is on the root mesh: ``Shard(0)`` in the last dimension of `device_mesh`, where this rank has the place
+    `rank`, the placements of a ``DTensor`` in its own dimensions, ``Replicate`` elsewhere. Collective over the root of
+    the mesh where the rows are sharded along both; else without a message. A ``ShardingError`` if the mesh or the rank
+    is another one, or the tensor has no dimension, or is on the dimensions of `device_mesh`.
     """
     root, last = _root_and_last(device_mesh)
     place = device_mesh.get_local_rank(device_mesh.ndim - 1)
@@ -175,10 +146,7 @@ def _on_other_dims(tensor: DTensor, root: DeviceMesh, mesh: DeviceMesh) -> list[
 
 
 def pre_load_state_dict(tensor: ShardedTensor) -> tuple[ShardedTensor, list[Shard]]:
-    """Not collective. Return the tensor within the one shard, as ``chunk_tensor`` nests them, and its local shards.
-
-    Of any other ``ShardedTensor`` itself, and its own ones.
-    """
+    """Return the tensor within the one shard, as ``chunk_tensor`` nests them, or itself, with its own shards."""
     shards = tensor.local_shards()
     if len(shards) == 1 and isinstance(shards[0].tensor, ShardedTensor):
         tensor = shards[0].tensor
@@ -187,17 +155,7 @@ def pre_load_state_dict(tensor: ShardedTensor) -> tuple[ShardedTensor, list[Shar
 
 
 def all_gather_dtensor(tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
-    """Return this rank's block, gathered over all dimensions of the mesh but the last one. Collective over the mesh.
-
-    Args:
-        parent_mesh: that of `tensor`.
-
-    Returns:
-        The memory of `tensor`, if nothing had to be gathered.
-
-    Raises:
-        ShardingError: it is another one.
-    """
+    """Return this rank's block, gathered over all dimensions of its mesh but the last. Collective over the mesh."""
     if parent_mesh != tensor.device_mesh:
         raise ShardingError(
             f"the tensor is on {tensor.device_mesh}, but should be gathered on {parent_mesh}: pass the mesh that it "
@@ -211,13 +169,9 @@ class DTensorExtensions:
     """The steps in which an engine that shards plain tensors goes from DTensors to their blocks, and back."""
 
     def __init__(self, device_handle: Any = None) -> None:
-        """
-        Args:
-            device_handle: the module of the device, as ``torch.cuda``; None for a device without streams.
-        """
+        """Take the module of the device, as ``torch.cuda``; None for a device without streams."""
         self.device_handle = device_handle
-        self.compute_stream: Any = None
-        """The stream on which blocks become DTensors; None for the current one."""
+        self.compute_stream: Any = None  # the stream on which blocks become DTensors; None for the current one
 
     chunk_tensor = staticmethod(chunk_tensor)
     chunk_dtensor = staticmethod(chunk_dtensor)
@@ -238,8 +192,7 @@ class DTensorExtensions:
     def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Placed | None) -> torch.Tensor:
         """Not collective. Return the ``DTensor`` with `tensor` as its block; gradients come to `tensor`, placed alike.
 
-        Args:
-            param_extension: as ``pre_flatten_transform`` has returned it; for None, `tensor` itself is returned.
+        With None in place of what ``pre_flatten_transform`` has returned, `tensor` itself is returned.
         """
         if param_extension is None:
             return tensor
@@ -261,11 +214,9 @@ class DTensorExtensions:
 
 
 def get_box(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
-    """Return how far a ``DTensor``'s blocks are from each other, 0 where it is not sharded, and the size of the one
-    here.
+    """Return how far a ``DTensor``'s blocks are apart, 0 where it is not sharded, and this one's size. Not collective.
 
-    Not collective. Where the ranks do not divide a dimension the last blocks are smaller, or empty: see
-    ``get_box_for``.
+    Where the ranks do not divide a dimension the last blocks are smaller, or empty: see ``get_box_for``.
     """
     first = get_box_for(tensor, 0)[1]
     sharded = {placement.dim % tensor.ndim for placement in tensor.placements if placement.is_shard()}
@@ -273,14 +224,7 @@ def get_box(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
 
 
 def get_box_for(tensor: DTensor, idx: int) -> tuple[torch.Size, torch.Size]:
-    """Return where the block of a place of the mesh begins, and its size. Not collective.
-
-    Args:
-        idx: of the place, in row-major order; the coordinate in a mesh of one dimension.
-
-    Returns:
-        The offsets and the sizes. A block without elements begins at the end of the dimension.
-    """
+    """Return where the block at `idx` of the mesh, in row-major order, begins, and its size. Not collective."""
     boxes = list(blocks_of(tensor).values())
     if not 0 <= idx < len(boxes):
         raise ShardingError(f"there is no place {idx} in a mesh of {len(boxes)}")
@@ -296,11 +240,7 @@ def get_local_box(tensor: DTensor) -> tuple[torch.Size, torch.Size]:
 
 
 def create_shard_md_from_dt(dt: DTensor, current_rank: int) -> ShardMetadata:
-    """Return this rank's block as the metadata of a shard. Not collective.
-
-    Args:
-        current_rank: under which the shard is placed.
-    """
+    """Return this rank's block as the metadata of a shard on `current_rank`. Not collective."""
     offsets, sizes = get_local_box(dt)
     return ShardMetadata(list(offsets), list(sizes), f"rank:{current_rank}/{_compat.local_of(dt).device}")
 
@@ -308,11 +248,8 @@ def create_shard_md_from_dt(dt: DTensor, current_rank: int) -> ShardMetadata:
 def create_sharded_tensor_md_from_dt(dt: DTensor, dt_pg: dist.ProcessGroup) -> ShardedTensorMetadata:
     """Return the blocks of a ``DTensor`` as the metadata of a ``ShardedTensor``, each once. Not collective.
 
-    A block that several ranks have is placed on this rank if it is one of them, else on the first; torch places all
-    blocks but the first on one other rank. Ranks are global ones. Blocks without elements are left out.
-
-    Args:
-        dt_pg: the ranks of the mesh.
+    A block that several ranks of `dt_pg` have is placed on this rank if it is one of them, else on the first; torch
+    places all blocks but the first on one other rank. Ranks are global ones. Blocks without elements are left out.
     """
     members, ranks = dist.get_process_group_ranks(dt_pg), ranks_of_tensor(dt)
     if set(members) != set(ranks):
@@ -323,23 +260,17 @@ def create_sharded_tensor_md_from_dt(dt: DTensor, dt_pg: dist.ProcessGroup) -> S
     for rank, boxes in all_boxes(dt).items():
         for box in boxes:
             owners[box] = rank if rank == me else owners.get(box, rank)
-    properties = TensorProperties(dtype=dt.dtype, layout=dt.layout, requires_grad=dt.requires_grad)
+    properties = _compat.TensorProperties(dtype=dt.dtype, layout=dt.layout, requires_grad=dt.requires_grad)
     return metadata_of_boxes(dt.shape, [(rank, box) for box, rank in sorted(owners.items())], properties, device)
 
 
 def get_dt_pg(dt: DTensor) -> dist.ProcessGroup:
-    """Return the process group of a ``DTensor``'s mesh, over all of its dimensions.
-
-    Collective over the mesh the first time, where it has several.
-    """
+    """Return the process group of a ``DTensor``'s mesh. Collective the first time, if that has several dimensions."""
     return _compat.group_of_mesh(dt.device_mesh)
 
 
 def rewrite_spec_if_needed(spec: Any, tensor: torch.Tensor, rank: int) -> Any:
-    """Return a sharding spec with the device of `tensor` in its placement of `rank`; the spec itself if it has that.
-
-    Not collective. Specs other than ``ChunkShardingSpec`` name no devices, and are returned as they are.
-    """
+    """Return a sharding spec with the device of `tensor` in its placement of `rank`; itself if nothing changes."""
     if not isinstance(spec, ChunkShardingSpec):
         return spec
     mine = f"rank:{rank}/{tensor.device}"

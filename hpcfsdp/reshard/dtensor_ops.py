@@ -65,8 +65,7 @@ def _fill(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _by_mesh(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Compute an operation of clipping, of gradients on several meshes, such as of experts, and of ignored
-    parameters."""
+    """Compute an operation of clipping on gradients on several meshes, such as of experts and ignored parameters."""
     tensors, groups, norms = args[0], {}, {}
     for index, tensor in enumerate(tensors):
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(index)
@@ -99,10 +98,7 @@ def _eye(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _any(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Ask all ranks of the mesh within ``torch.nn.init``, whose functions draw again while any element is outside.
-
-    Elsewhere torch's result is that of this rank, and need not be asked for by all.
-    """
+    """Ask all ranks of the mesh within ``torch.nn.init``, whose functions draw again while any element is outside."""
     tensor = args[0]
     if not _is_ours(tensor) or not _compat.is_initialising():
         return NotImplemented
@@ -114,10 +110,7 @@ def _any(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _read(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the number that all parts give, within an optimizer, whose ranks step together. Collective over the mesh.
-
-    Elsewhere it is that of this rank, as in torch: one rank alone may print it.
-    """
+    """Return the number that all parts give, within an optimizer, whose ranks step together; elsewhere as torch."""
     if not _is_ours(args[0]) or not _compat.is_in_step():
         return NotImplemented
     return op(full_tensor(args[0]))

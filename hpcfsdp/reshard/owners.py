@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,15 +23,10 @@ Boxes = Sequence[Box]
 
 
 class RanksByDim(NamedTuple):
-    """Ranks along three dimensions.
+    """Ranks along three dimensions."""
 
-    Attributes:
-        ranks: int64, replicas x shards x tensor-parallel ranks.
-        places: int64, by rank its place in `ranks`.
-    """
-
-    ranks: np.ndarray
-    places: np.ndarray
+    ranks: np.ndarray  # int64, replicas x shards x tensor-parallel ranks
+    places: np.ndarray  # int64, by rank its place in `ranks`
 
     @classmethod
     def of(cls, ranks: np.ndarray) -> RanksByDim:
@@ -41,15 +36,10 @@ class RanksByDim(NamedTuple):
 
 
 class Sharding(abc.ABC):
-    """The boxes of one tensor on ranks.
+    """The boxes of one tensor on ranks."""
 
-    Attributes:
-        shape: of the whole.
-        view: the shape that boxes are counted in: `shape`, or one dimension with all elements.
-    """
-
-    shape: tuple[int, ...]
-    view: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole
+    view: tuple[int, ...]  # the shape that boxes are counted in: `shape`, or one dimension with all elements
 
     @property
     def numel(self) -> int:
@@ -87,12 +77,7 @@ class FlatSharding(Sharding):
     """
 
     def __init__(self, layout: FlatLayout, index: int, ranks_by_dim: RanksByDim) -> None:
-        """
-        Args:
-            layout: of any tensor-parallel rank.
-            index: of the slot.
-            ranks_by_dim: the ranks. With one tensor-parallel rank a block of the layout counts as the whole.
-        """
+        """Take a slot of the layout of any tensor-parallel rank. If there is one, a block counts as the whole."""
         slot, (self._ranks, self._places) = layout.slots[index], ranks_by_dim
         self._fqn, self._index, self._layout = slot.fqn, index, layout
         self._has_blocks = self._ranks.shape[2] > 1
@@ -165,16 +150,10 @@ class FlatSharding(Sharding):
 
 
 class BlockSharding(Sharding):
-    """A tensor of which each rank has a box, as a ``DTensor``.
-
-    Of copies, the owner's own is sent, or the one at its place among the copies.
-    """
+    """A tensor of which each rank has a box, as a ``DTensor``. Of copies, the owner's is sent, or that at its place."""
 
     def __init__(self, shape: Sequence[int], boxes: Mapping[int, Box]) -> None:
-        """
-        Args:
-            boxes: by rank, for ranks with elements.
-        """
+        """Take the boxes by rank, of ranks with elements."""
         self.shape = self.view = tuple(shape)
         self._boxes = boxes
 
@@ -190,8 +169,7 @@ class BlockSharding(Sharding):
 
     @cached_property
     def _shares(self) -> np.ndarray:
-        pairs = [(rank, box.numel) for rank, box in self._boxes.items()]
-        return np.array(pairs, np.int64).reshape(-1, 2)
+        return np.array([(rank, box.numel) for rank, box in self._boxes.items()], np.int64).reshape(-1, 2)
 
     def shares(self) -> tuple[np.ndarray, np.ndarray]:
         return self._shares[:, 0], self._shares[:, 1]
@@ -208,29 +186,21 @@ class BlockSharding(Sharding):
         return rank != owner and self._sender(self._boxes[rank], owner) == rank
 
     def senders(self, owner: int) -> Iterator[tuple[int, Boxes]]:
-        for box in self._ranks_of:
-            rank = self._sender(box, owner)
-            if rank != owner:
-                yield rank, [box]
+        found = ((self._sender(box, owner), [box]) for box in self._ranks_of)
+        return (pair for pair in found if pair[0] != owner)
 
     def copies(self) -> Iterator[tuple[int, Boxes]]:
-        for rank, box in self._boxes.items():
-            yield rank, [box]
+        return ((rank, [box]) for rank, box in self._boxes.items())
 
 
-SLACK = 0.05
-"""Share of the mean load by which a rank may exceed it with tensors that it has most of already."""
+SLACK = 0.05  # share of the mean load by which a rank may exceed it with tensors that it has most of already
 
 
 def choose_owners(shardings: Sequence[Sharding], costs: Sequence[float], size: int, move_cost: float) -> list[int]:
-    """Return the owner of each tensor among `size` ranks.
+    """Return the owner of each tensor, among `size` ranks. It costs that, and to move an element costs `move_cost`.
 
     First each tensor, the most expensive ones before, stays with the rank that has most of it, unless that rank would
     have more than its share of the cost. The rest go one by one to the rank that is done first.
-
-    Args:
-        costs: of each tensor to its owner.
-        move_cost: of each element that the owner does not have, in the same unit.
     """
     owners, loads = [0] * len(shardings), np.zeros(size)
     limit = (1 + SLACK) * sum(costs) / size
@@ -256,19 +226,14 @@ def choose_owners(shardings: Sequence[Sharding], costs: Sequence[float], size: i
 BATCH_NUMEL = 1 << 22
 """Elements for each rank that travel together: a few large messages, and little memory beside the tensors."""
 
-TensorOf = Callable[[int], torch.Tensor]
-"""The memory of a tensor by its number."""
+TensorOf = Callable[[int], torch.Tensor]  # the memory of a tensor by its number
 
 
 class OwnerExchange:
     """What this rank sends and receives between shards and owners. Planned without a message."""
 
     def __init__(self, comm: Communicator, shardings: Sequence[Sharding], owners: Sequence[int]) -> None:
-        """
-        Args:
-            comm: the ranks, by which `shardings` and `owners` number them.
-            owners: by tensor.
-        """
+        """Take the ranks, by which `shardings` and the `owners` of tensors number them."""
         self.comm, self.shardings, self.owners = comm, shardings, owners
         rank = comm.rank
         self._own = [sharding.boxes(rank) for sharding in shardings]
@@ -299,57 +264,51 @@ class OwnerExchange:
     def gather(
         self, chosen: Sequence[int], shard: TensorOf, whole: TensorOf, dtype: torch.dtype, *, async_op: bool = False
     ) -> Finish:
-        """Bring tensors from their shards to their owners. Collective over `comm`.
+        """Bring `chosen` tensors from their shards to their owners. Collective over `comm`. Return what completes it.
 
-        Args:
-            chosen: numbers of tensors, ascending, the same on all ranks.
-            shard: this rank's elements of a tensor, converted to `dtype`; called where it has some. 1-D, box after box,
-                or of the shape of its only box.
-            whole: memory of the whole for its owner, contiguous; called there alone. May share the memory of the shard.
-            dtype: in which values travel.
-            async_op: return while they travel; without it everything is done at the end.
-
-        Returns:
-            What completes the call, to be called once if `async_op` is set.
+        Their numbers are ascending, and the same on all ranks. `shard` returns this rank's elements of a tensor, if it
+        has some, in `dtype`, in which they travel: 1-D, box after box, or of the shape of its only box. `whole` returns
+        contiguous memory for a tensor that it owns, which may be that of the shard. Without `async_op` all is done at
+        the end; with it the result is to be called once.
         """
-        finishes = []
-        for part in self._batches(chosen):
-            of_shards, of_owners = self._views_by_rank(part, shard, whole, self._senders, self._sends)
-            for view, own in self._kept(part, shard, whole):
-                view.copy_(own)
-            finishes.append(exchange(self.comm, of_shards, of_owners, dtype, async_op=async_op))
-        return all_of(finishes)
+        return self._exchange(chosen, shard, whole, dtype, is_gather=True, async_op=async_op)
 
     @torch.no_grad()
     def scatter(
         self, chosen: Sequence[int], whole: TensorOf, shard: TensorOf, dtype: torch.dtype, *, async_op: bool = False
     ) -> Finish:
         """Bring tensors from their owners into all shards. Collective over `comm`. The rest as for ``gather``."""
+        return self._exchange(chosen, shard, whole, dtype, is_gather=False, async_op=async_op)
+
+    def _exchange(
+        self,
+        chosen: Sequence[int],
+        shard: TensorOf,
+        whole: TensorOf,
+        dtype: torch.dtype,
+        *,
+        is_gather: bool,
+        async_op: bool,
+    ) -> Finish:
         finishes = []
-        for part in self._batches(chosen):
-            of_shards, of_owners = self._views_by_rank(part, shard, whole, self._copies, self._has)
+        for group in batches([self.shardings[index].numel for index in chosen], BATCH_NUMEL * self.comm.size):
+            part = chosen[group.start : group.stop]
+            of_shards, of_owners = self._views_by_rank(part, shard, whole, is_gather)
             for view, own in self._kept(part, shard, whole):
-                own.copy_(view)
+                target, source = (view, own) if is_gather else (own, view)
+                target.copy_(source)
+            ends = (of_shards, of_owners) if is_gather else (of_owners, of_shards)
             # Shards may be in memory that ranks share: no message is received there.
-            finishes.append(exchange(self.comm, of_owners, of_shards, dtype, in_place=False, async_op=async_op))
+            finishes.append(exchange(self.comm, *ends, dtype, in_place=is_gather, async_op=async_op))
         return all_of(finishes)
 
     def _views_by_rank(
-        self,
-        part: Sequence[int],
-        shard: TensorOf,
-        whole: TensorOf,
-        peers: Mapping[int, Sequence[tuple[int, Boxes]]],
-        taking_part: Container[int],
+        self, part: Sequence[int], shard: TensorOf, whole: TensorOf, is_gather: bool
     ) -> tuple[Views, Views]:
-        """Return views of this rank's shards by the owner, and of the tensors that it owns by the other rank.
-
-        Args:
-            peers: of tensors that this rank owns.
-            taking_part: tensors of others of which its shards take part.
-        """
+        """Return views of this rank's shards by the owner, and of the tensors that it owns by the other rank."""
         of_shards: Views = {}
         of_owners: Views = {}
+        peers, taking_part = (self._senders, self._sends) if is_gather else (self._copies, self._has)
         for index in part:
             if self.owns(index):
                 for rank, boxes in peers[index]:
@@ -357,11 +316,6 @@ class OwnerExchange:
             elif index in taking_part:
                 of_shards.setdefault(self.owners[index], []).extend(self._own_views(index, shard(index)))
         return of_shards, of_owners
-
-    def _batches(self, chosen: Sequence[int]) -> Iterator[Sequence[int]]:
-        limit = BATCH_NUMEL * self.comm.size
-        for part in batches([self.shardings[index].numel for index in chosen], limit):
-            yield chosen[part.start : part.stop]
 
     def _views(self, index: int, whole: torch.Tensor, boxes: Boxes) -> list[torch.Tensor]:
         seen = whole.detach().view(self.shardings[index].view)

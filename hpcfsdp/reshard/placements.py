@@ -23,13 +23,8 @@ _CACHED_RANKS = 1024
 def mesh_blocks(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[Placement]) -> dict[int, Box]:
     """Return the one block of each rank of a mesh, in row-major order. Empty ones begin at a dimension's end.
 
-    Args:
-        shape: of the whole.
-        ranks: the mesh, as ``DeviceMesh.mesh``.
-        placements: ``Replicate`` or ``Shard``, for each of its dimensions.
-
-    Raises:
-        ShardingError: another placement, too many or too few, or one along a dimension that the tensor does not have.
+    The mesh is ``DeviceMesh.mesh``. Refuses placements other than ``Replicate`` and ``Shard``, one for each dimension
+    of the mesh, along dimensions of the tensor.
     """
     _check_blocks(placements)
     by_place = _spans_by_place(shape, ranks, placements)
@@ -37,12 +32,7 @@ def mesh_blocks(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[
 
 
 def block_at(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement], place: Sequence[int]) -> Box:
-    """Return the one block at a place of a mesh, as ``mesh_blocks``, without those of the other ranks.
-
-    Args:
-        mesh: its shape.
-        place: coordinates in it.
-    """
+    """Return the one block at a place of a mesh of a shape, as ``mesh_blocks``, without those of the other ranks."""
     _check_blocks(placements)
     spans = []
     for size, mesh_dims in zip(shape, _mesh_dims(tuple(shape), tuple(placements)), strict=True):
@@ -69,17 +59,10 @@ def _block(shape: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]]) -> 
 def mesh_boxes(shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[Placement]) -> dict[int, list[Box]]:
     """Return the blocks of a ``DTensor`` on each rank: one or none, but for ``_StridedShard``, which can leave several.
 
-    Several are parts of the local tensor, and are not consecutive there if sharded along an inner dimension.
-    Blocks without elements are left out; a tensor without any is a block of the first rank.
-
-    Args:
-        shape: of the whole.
-        ranks: the mesh, as ``DeviceMesh.mesh``.
-        placements: for each of its dimensions, which shard one after the other.
-
-    Raises:
-        ShardingError: there are more or fewer of them, one is no sharding (a pending sum), or it is along a
-            dimension that the tensor does not have.
+    Several are parts of the local tensor, and are not consecutive there if sharded along an inner dimension. Blocks
+    without elements are left out; a tensor without any is a block of the first rank. Placements shard one after the
+    other. Refuses more or fewer of them than the mesh (``DeviceMesh.mesh``) has dimensions, pending sums, and
+    dimensions that the tensor does not have.
     """
     by_place = _spans_by_place(shape, ranks, placements)
     if not math.prod(shape):
@@ -97,14 +80,9 @@ def rows_on_mesh(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Return each rank's first row of a ``DTensor``, and the end of its rows; None unless they are consecutive.
 
-    Takes milliseconds for thousands of ranks if the placements are ``Replicate`` and ``Shard(0)``.
-
-    Args:
-        shape: of the whole, with at least one dimension.
-        ranks, placements: as for ``mesh_boxes``, with the same errors.
-
-    Returns:
-        Two int64 arrays in row-major order of the mesh; equal values for a rank without rows.
+    These are two int64 arrays in row-major order of the mesh, with equal values for a rank without rows. Takes
+    milliseconds for thousands of ranks if the placements are ``Replicate`` and ``Shard(0)``. Refuses what
+    ``mesh_boxes`` does.
     """
     if any(type(placement) is not ShardAlong and not placement.is_replicate() for placement in placements):
         found = mesh_boxes(shape, ranks, placements)
@@ -150,8 +128,7 @@ def _spans_on_mesh(
     ]
 
 
-_cached_spans = functools.lru_cache(maxsize=64)(_spans_on_mesh)
-"""A model has few shapes, and many tensors."""
+_cached_spans = functools.lru_cache(maxsize=64)(_spans_on_mesh)  # a model has few shapes, and many tensors
 
 
 def _mesh_dims(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> list[list[tuple[int, int]]]:

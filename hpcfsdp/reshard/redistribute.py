@@ -20,49 +20,33 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.params.layout import Box, FlatLayout, Run
 from hpcfsdp.reshard.boxes import common_runs, whole_box
 
-RunsOf = Callable[[int], Sequence[Run]]
-"""The runs that a rank holds."""
-
-BoxesOf = Callable[[int, int], Sequence[Box]]
-"""The boxes of a parameter that a rank stores, one after the other in memory, by rank and slot."""
-
-BATCH_NUMEL = 1 << 20
-"""Elements of small parameters that travel together: latency counts for less, and memory hardly."""
-
+RunsOf = Callable[[int], Sequence[Run]]  # the runs that a rank holds
+BoxesOf = Callable[[int, int], Sequence[Box]]  # those of a parameter, one after the other in memory, by rank and slot
+BATCH_NUMEL = 1 << 20  # elements of small parameters that travel together: latency counts for less, and memory hardly
 Flat = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
 """Memory by the index of transfers, 1-D each; None, or no entry, for tensors without elements on this rank."""
-
-Views = dict[int, list[torch.Tensor]]
-"""Views by the rank that they are sent to, or received from."""
-
-Finish = Callable[[], None]
-"""Completes what has begun."""
+Views = dict[int, list[torch.Tensor]]  # by the rank that they are sent to, or received from
+Finish = Callable[[], None]  # completes what has begun
+Memory = Mapping[int, torch.Tensor]  # by slot, 1-D
+MemoryOf = Callable[[int], torch.Tensor | None]
 
 
 class Transfer(NamedTuple):
     """Elements of one tensor that go from one memory to another."""
 
     index: int
-    source: int
-    """First element within the memory they come from."""
-    target: int
-    """First element within the memory they go to."""
+    source: int  # first element within the memory they come from
+    target: int  # first element within the memory they go to
     numel: int
 
 
 @dataclass(frozen=True)
 class RedistributePlan:
-    """The transfers that one rank takes part in. Made from distributions alone, without a message.
+    """The transfers that one rank takes part in. Made from distributions alone, without a message."""
 
-    Attributes:
-        kept: from this rank's memory to its own.
-        sent: by rank; a target offset is one in that rank's memory.
-        received: by rank; a source offset is one in that rank's memory.
-    """
-
-    kept: list[Transfer]
-    sent: list[list[Transfer]]
-    received: list[list[Transfer]]
+    kept: list[Transfer]  # from this rank's memory to its own
+    sent: list[list[Transfer]]  # by rank; a target offset is one in that rank's memory
+    received: list[list[Transfer]]  # by rank; a source offset is one in that rank's memory
 
     @classmethod
     def make(cls, rank: int, size: int, sources: RunsOf, targets: RunsOf) -> RedistributePlan:
@@ -91,11 +75,7 @@ class RedistributePlan:
 
 
 def intersect(sources: Sequence[Run], targets: Sequence[Run]) -> list[Transfer]:
-    """Return the transfers from `sources` to `targets`, in the order of tensors and elements.
-
-    Both are in that order, and neither has an element twice. Takes time in proportion to the runs of both where they
-    overlap.
-    """
+    """Return the transfers from `sources` to `targets`, both in the order of tensors and elements, none twice."""
     if not sources or not targets:
         return []
     found, i, j = [], _first_to_reach(sources, targets[0]), _first_to_reach(targets, sources[0])
@@ -136,18 +116,12 @@ def exchange(
 ) -> Finish:
     """Send and receive views by rank. Collective over `comm`.
 
-    Args:
-        out: of any dtype, contiguous or not.
-        into: a single contiguous view of `dtype` is received in its place; all else is copied through temporary memory.
-        dtype: in which values travel, the same on all ranks.
-        in_place: False where nothing may be received in the views.
-        async_op: return while values travel; without it everything is done at the end.
-
-    Returns:
-        What completes the call, to be called once if `async_op` is set.
+    Values travel in `dtype`, the same on all ranks. A single contiguous view of that dtype is received in its place,
+    unless nothing may be (`in_place`); all else is copied through temporary memory. With `async_op` the result is to be
+    called once to complete the exchange; without it everything is done at the end.
     """
     if comm.size == 1:
-        return _nothing_left
+        return all_of(())
     nothing = torch.empty(0, dtype=dtype, device=comm.device)
     inputs = [_packed(out[rank], comm, dtype) if out.get(rank) else nothing for rank in range(comm.size)]
     outputs = [nothing] * comm.size
@@ -172,15 +146,11 @@ def exchange(
     if async_op:
         return finish
     finish()
-    return _nothing_left
-
-
-def _nothing_left() -> None:
-    pass
+    return all_of(())
 
 
 def all_of(finishes: Iterable[Finish]) -> Finish:
-    """Join several calls, which begin now, so that they complete as one."""
+    """Join several calls, which begin now, so that they complete as one; of none, nothing is left to complete."""
     begun = list(finishes)
 
     def finish() -> None:
@@ -201,11 +171,7 @@ def _packed(views: Sequence[torch.Tensor], comm: Communicator, dtype: torch.dtyp
 
 @torch.no_grad()
 def redistribute(comm: Communicator, plan: RedistributePlan, source: Flat, target: Flat, dtype: torch.dtype) -> None:
-    """Bring values from `source` to `target` on all ranks as planned. Collective over `comm`.
-
-    Args:
-        source, target, dtype: see ``exchange``.
-    """
+    """Bring values from `source` to `target` on all ranks as planned, in `dtype`. Collective over `comm`."""
     for index, begin, to, numel in plan.kept:
         target[index][to : to + numel].copy_(source[index][begin : begin + numel])
     if comm.size == 1:
@@ -221,65 +187,34 @@ def redistribute(comm: Communicator, plan: RedistributePlan, source: Flat, targe
 
 @dataclass(frozen=True)
 class ShardedBlocks:
-    """The parameters of a layout, sharded over ranks that have each element at least once.
-
-    Attributes:
-        comm: the ranks.
-        places: for each rank of `comm`, its shard rank and its tensor-parallel rank.
-        num_blocks: tensor-parallel ranks; 1 if all ranks of `comm` have shards of the same blocks.
-        layout: of this rank.
-        whole_shard: whether memory is the whole shard, or for each slot its own run.
-    """
+    """The parameters of a layout, sharded over ranks that have each element at least once."""
 
     comm: Communicator
-    places: Sequence[tuple[int, int]]
-    num_blocks: int
-    layout: FlatLayout
-    whole_shard: bool
+    places: Sequence[tuple[int, int]]  # for each rank of `comm`, its shard rank and its tensor-parallel rank
+    num_blocks: int  # tensor-parallel ranks; 1 if all ranks of `comm` have shards of the same blocks
+    layout: FlatLayout  # of this rank
+    whole_shard: bool  # whether memory is the whole shard, or for each slot its own run
 
     @torch.no_grad()
-    def gather(
-        self,
-        shards: Mapping[int, torch.Tensor],
-        boxes: BoxesOf,
-        targets: Mapping[int, torch.Tensor],
-        dtype: torch.dtype,
-    ) -> None:
+    def gather(self, shards: Memory, boxes: BoxesOf, targets: Memory, dtype: torch.dtype) -> None:
         """Bring parameters from their shards into boxes. Collective over `comm`.
 
-        Args:
-            shards: by slot, the memory of this rank's runs; the same slots on all ranks.
-            boxes: what each rank gets of these slots.
-            targets: by slot, 1-D, the memory of this rank's boxes.
-            dtype: in which values travel.
+        By slot, the same ones on all ranks, `shards` is the memory of this rank's runs, and `targets` that of its
+        boxes, 1-D. Values travel in `dtype`.
         """
         self._redistribute(shards, boxes, shards.get, targets, dtype, is_gather=True)
 
     @torch.no_grad()
-    def scatter(
-        self,
-        source: Callable[[int], torch.Tensor | None],
-        boxes: BoxesOf,
-        shards: Mapping[int, torch.Tensor],
-        dtype: torch.dtype,
-    ) -> None:
+    def scatter(self, source: MemoryOf, boxes: BoxesOf, shards: Memory, dtype: torch.dtype) -> None:
         """Bring parameters from boxes, which have each element once, into their shards. Collective over `comm`.
 
-        Args:
-            source: the memory of this rank's boxes of a slot, 1-D; called batch by batch, as it may copy.
-            boxes, shards, dtype: see ``gather``.
+        `source` returns the memory of this rank's boxes of a slot, 1-D, batch by batch, as it may copy. Else as
+        ``gather``.
         """
         self._redistribute(shards, boxes, source, shards, dtype, is_gather=False)
 
     def _redistribute(
-        self,
-        shards: Mapping[int, torch.Tensor],
-        boxes: BoxesOf,
-        source: Callable[[int], torch.Tensor | None],
-        targets: Mapping[int, torch.Tensor],
-        dtype: torch.dtype,
-        *,
-        is_gather: bool,
+        self, shards: Memory, boxes: BoxesOf, source: MemoryOf, targets: Memory, dtype: torch.dtype, *, is_gather: bool
     ) -> None:
         rank, num_blocks = self.comm.rank, self.num_blocks
         in_shards = self._shard_runs(rank, shards, once=is_gather)
@@ -303,12 +238,11 @@ class ShardedBlocks:
     @cached_property
     def _frames(self) -> list[Sequence[Box]]:
         """The blocks of the tensor-parallel ranks, by slot."""
+        wholes = [[whole_box(slot.shape)] * self.num_blocks for slot in self.layout.slots]
+        blocks = [slot.block for slot in self.layout.slots]
         if self.num_blocks == 1:
-            return [[whole_box(slot.shape) if slot.block is None else slot.block.box] for slot in self.layout.slots]
-        return [
-            [whole_box(slot.shape)] * self.num_blocks if slot.block is None else slot.block.boxes
-            for slot in self.layout.slots
-        ]
+            return [whole if block is None else [block.box] for whole, block in zip(wholes, blocks, strict=True)]
+        return [whole if block is None else block.boxes for whole, block in zip(wholes, blocks, strict=True)]
 
     @cached_property
     def _block_numbers(self) -> list[list[int]]:
@@ -328,11 +262,9 @@ class ShardedBlocks:
     def _shard_runs(
         self, rank: int, chosen: Collection[int], *, once: bool, among: Container[int] | None = None
     ) -> list[Run]:
-        """Return the runs in a rank's shard of `chosen` slots, by the numbers of their blocks.
+        """Return the runs in a rank's shard of `chosen` slots, `among` these numbers of blocks.
 
-        Args:
-            once: of runs that several ranks have, only those of the first.
-            among: the numbers that count; None for all.
+        Of runs that several ranks have, only those of the first if each counts `once`.
         """
         shard_rank, block = self.places[rank]
         layout = self.layout if self.num_blocks == 1 else self.layout.of_tensor_rank(block)

@@ -27,19 +27,10 @@ _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"
 def parse_and_validate_remote_device(
     pg: dist.ProcessGroup | None, remote_device: Any
 ) -> tuple[int | None, torch.device]:
-    """Return the rank and the device of a shard's placement. Not collective.
+    """Return the rank and the device of a shard's placement, as ``ShardMetadata.placement`` has it. Not collective.
 
-    Args:
-        pg: the rank has to be one of its global ranks, if this rank is in it; None for the default one.
-        remote_device: as ``ShardMetadata.placement`` has it. A worker of torch's RPC counts by its id.
-
-    Returns:
-        The rank, None for a device without one, and the device.
-
-    Raises:
-        ShardingError: there is no placement, or its rank is not in the group.
-        RuntimeError: the placement names a worker, and torch's RPC has not been initialised.
-        ValueError: RPC has no such worker.
+    The rank is None for a device without one, the id for a worker of torch's RPC. It has to be a global rank of `pg`
+    (the default group if that is None), if this rank is in it. No placement, or another rank, is a ``ShardingError``.
     """
     if remote_device is None:
         raise ShardingError("a shard has no placement (remote device is None): give it one, as 'rank:0/cpu'")
@@ -51,25 +42,21 @@ def parse_and_validate_remote_device(
                 f"the placement {remote_device} names rank {rank}, which is not in the process group of the ranks "
                 f"{list(members)}: placements have global ranks"
             )
-    if worker is not None:
-        return _compat.id_of_worker(worker), device
-    return rank, device
+    return rank if worker is None else _compat.id_of_worker(worker), device
 
 
 def validate_output_tensor_for_gather(
     my_rank: int, dst_rank: int, size: Sequence[int], dst_tensor: torch.Tensor | None
 ) -> None:
     """Check that the rank that gathers, and no other, was given a tensor of the right size. Not collective."""
-    if my_rank != dst_rank:
-        if dst_tensor is not None:
-            raise ShardingError(
-                f"rank {my_rank} was given a dst_tensor of size {list(dst_tensor.shape)}, but rank {dst_rank} gathers: "
-                "pass None on the others"
-            )
-        return
-    if dst_tensor is None:
+    if my_rank == dst_rank and dst_tensor is None:
         raise ShardingError(f"rank {dst_rank} gathers, but was given no dst_tensor: pass one of size {list(size)}")
-    if tuple(dst_tensor.shape) != tuple(size):
+    if my_rank != dst_rank and dst_tensor is not None:
+        raise ShardingError(
+            f"rank {my_rank} was given a dst_tensor of size {list(dst_tensor.shape)}, but rank {dst_rank} gathers: "
+            "pass None on the others"
+        )
+    if dst_tensor is not None and tuple(dst_tensor.shape) != tuple(size):
         raise ShardingError(
             f"rank {dst_rank} was given a dst_tensor of size {list(dst_tensor.shape)}, but the tensor has the size "
             f"{list(size)}"
@@ -90,11 +77,7 @@ def flatten_tensor_size(*size: Any) -> torch.Size:
 
 
 def raise_if_mismatch(expected: Any, actual: Any, prop_name: str, ranks: Any, is_local: bool = True) -> None:
-    """Check that two shards of one rank, or two ranks, have the same value of a property. Not collective.
-
-    Args:
-        ranks: the rank for two shards of one; else the two ranks, in the order of the values.
-    """
+    """Check that two shards of the rank `ranks`, or the two `ranks`, have one value of a property. Not collective."""
     if expected == actual:
         return
     if is_local:
@@ -108,44 +91,27 @@ def raise_if_mismatch(expected: Any, actual: Any, prop_name: str, ranks: Any, is
 def build_metadata_from_local_shards(
     local_shards: Sequence[Shard], global_size: Sequence[int], current_rank: int, pg: dist.ProcessGroup | None
 ) -> ShardedTensorMetadata:
-    """Return the metadata of this rank's shards of a tensor. Not collective.
+    """Return the metadata of this rank's shards of a tensor, in their order, with lists of their own. Not collective.
 
-    Args:
-        local_shards: at least one, each strided, contiguous, of the size, the rank and the device that its metadata
-            say, within the tensor, and all alike in dtype, pinning and ``requires_grad``.
-        global_size: of the whole tensor.
-        current_rank: the global rank.
-        pg: the ranks of the tensor.
-
-    Returns:
-        New metadata with the shards in their order, with lists of their own.
-
-    Raises:
-        ShardingError: one of these is not so; names the shard and both values.
-        RuntimeError, ValueError: see ``parse_and_validate_remote_device``.
+    There is at least one, each strided, contiguous, of the size, the rank and the device that its metadata say, within
+    the tensor of `global_size`, and all alike in dtype, pinning and ``requires_grad``: otherwise a ``ShardingError``
+    names the shard and both values. `current_rank` is a global rank of `pg`.
     """
     if not local_shards:
         raise ShardingError(f"rank {current_rank} has no local shards: there is no metadata to build from")
     size = flatten_tensor_size(global_size)
-    first = local_shards[0].tensor
+    first = _properties_of(local_shards[0].tensor)
     for number, shard in enumerate(local_shards):
         _check_local(number, shard, current_rank, pg)
-        for name, expected, actual in (
-            ("pin_memory", first.is_pinned(), shard.tensor.is_pinned()),
-            ("dtype", first.dtype, shard.tensor.dtype),
-            ("requires_grad", first.requires_grad, shard.tensor.requires_grad),
-        ):
-            raise_if_mismatch(expected, actual, f"{name} (shards 0 and {number})", current_rank)
+        for name, actual in _properties_of(shard.tensor).items():
+            raise_if_mismatch(first[name], actual, f"{name} (shards 0 and {number})", current_rank)
     described = [copied(shard.metadata) for shard in local_shards]
     _check_within(size, described)
-    properties = TensorProperties(
-        dtype=first.dtype,
-        layout=first.layout,
-        requires_grad=first.requires_grad,
-        memory_format=torch.contiguous_format,
-        pin_memory=first.is_pinned(),
-    )
-    return ShardedTensorMetadata(described, size, properties)
+    return ShardedTensorMetadata(described, size, TensorProperties(**first))
+
+
+def _properties_of(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"pin_memory": tensor.is_pinned(), "dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
 
 
 def _check_local(number: int, shard: Shard, rank: int, pg: dist.ProcessGroup | None) -> None:
@@ -172,20 +138,11 @@ def _check_local(number: int, shard: Shard, rank: int, pg: dist.ProcessGroup | N
 def build_global_metadata(
     gathered_metadatas: Sequence[ShardedTensorMetadata | None], recalc_metadata: bool = False
 ) -> ShardedTensorMetadata:
-    """Return the metadata of a whole tensor, from those of all ranks. Not collective.
+    """Return new metadata of a whole tensor from those of its ranks, in order; None for ranks without. Not collective.
 
-    Takes ``n log n`` in the number of shards.
-
-    Args:
-        gathered_metadatas: of the ranks of the tensor, in their order; None for ranks without shards.
-        recalc_metadata: compute offsets from the sizes along the first dimension in the order of ranks.
-
-    Returns:
-        New metadata; those of the ranks stay as they are.
-
-    Raises:
-        ShardingError: ranks differ in a property, or list each other's shards; shards overlap, leave a gap, or reach
-            beyond the tensor. Names the first of them, with their ranks.
+    With `recalc_metadata` offsets follow from the sizes along the first dimension in the order of ranks. Takes ``n log
+    n`` in the number of shards. A ``ShardingError`` names the ranks that differ in a property, or list each other's
+    shards, or the first shards that overlap, the first gap, or a shard that reaches beyond the tensor.
     """
     present = [(rank, metadata) for rank, metadata in enumerate(gathered_metadatas) if metadata is not None]
     if not present:
@@ -211,16 +168,18 @@ def _check_owners(present: Sequence[tuple[int, ShardedTensorMetadata]]) -> None:
     """Check that each rank lists shards of its own, all on one rank, which no other one lists."""
     owners: dict[Any, tuple[int, ShardMetadata]] = {}
     for rank, metadata in present:
-        for shard in metadata.shards_metadata:
-            holder, first = _holder_of(shard), metadata.shards_metadata[0]
-            if holder is None:
+        shards = metadata.shards_metadata
+        places = [shard.placement for shard in shards]
+        holders = [(None, None) if place is None else (place.rank(), place.worker_name()) for place in places]
+        for shard, holder in zip(shards, holders, strict=True):
+            if holder == (None, None):
                 raise ShardingError(
                     f"{_describe(shard)}, which rank {rank} of the group lists, has no rank in its metadata"
                 )
-            if holder != _holder_of(first):
+            if holder != holders[0]:
                 raise ShardingError(
-                    f"rank {rank} of the group lists {_describe(first)} and {_describe(shard)}: a rank must list "
-                    "only its own shards"
+                    f"rank {rank} of the group lists {_describe(shards[0])} and {_describe(shard)}: a rank must "
+                    "list only its own shards"
                 )
             lister, other = owners.setdefault(holder, (rank, shard))
             if lister != rank:
@@ -230,14 +189,6 @@ def _check_owners(present: Sequence[tuple[int, ShardedTensorMetadata]]) -> None:
                 )
 
 
-def _holder_of(shard: ShardMetadata) -> tuple[int | None, str | None] | None:
-    """Return the rank or the worker that a shard is placed on, None for neither."""
-    if shard.placement is None:
-        return None
-    holder = shard.placement.rank(), shard.placement.worker_name()
-    return None if holder == (None, None) else holder
-
-
 def validate_tiling(metadata: ShardedTensorMetadata) -> None:
     """Check that the shards of a tensor have each of its elements once. Not collective; ``n log n`` in the shards."""
     blocks = _check_within(metadata.size, metadata.shards_metadata)
@@ -245,7 +196,7 @@ def validate_tiling(metadata: ShardedTensorMetadata) -> None:
     if fault is None:
         return
     element = list(fault.element)
-    if fault.is_gap:
+    if not fault.blocks:
         raise ShardingError(
             f"no shard has element {element} of a tensor of size {list(metadata.size)}: the shards do not cover the "
             "tensor"
@@ -259,14 +210,8 @@ def recalc_global_sharded_tensor_metadata(
 ) -> None:
     """Compute the offsets of shards, and the size of the tensor, from the sizes of shards in the order of ranks.
 
-    In place, and not collective. Shards of one rank follow each other as they are listed; the list keeps its order.
-
-    Args:
-        sharded_dim: the dimension that the tensor is sharded along; negative ones count from the last.
-
-    Raises:
-        ShardingError: there are no shards, or not this dimension; a shard has no rank, or a negative size;
-            shards differ in another dimension.
+    In place, and not collective. Shards of one rank follow each other as they are listed; the list keeps its order. A
+    negative `sharded_dim` counts from the last one. Shards without a rank, or of sizes that do not fit, are refused.
     """
     shards = global_sharded_tensor_metadata.shards_metadata
     if not shards:

@@ -37,12 +37,10 @@ def metadata_of_boxes(
     device: torch.device,
     devices_per_node: int | None = None,
 ) -> ShardedTensorMetadata:
-    """Return the metadata of a tensor with boxes as shards, which have each element once. Not collective.
+    """Return the metadata of a tensor whose shards are `boxes`, each with its global rank. Not collective.
 
-    Args:
-        boxes: with the global rank that each is placed on.
-        device: of the shards of all ranks; the number of a GPU follows from the rank's place on its node.
-        devices_per_node: GPUs, by default as many as there are here.
+    Each element is in one box. Of a GPU the number follows from the rank's place on its node, where there are
+    `devices_per_node`, by default as many as here.
     """
     shards = [
         ShardMetadata(list(box.offsets), list(box.sizes), placement_of(rank, device, devices_per_node))
@@ -52,11 +50,7 @@ def metadata_of_boxes(
 
 
 def placement_of(rank: int, device: torch.device, devices_per_node: int | None = None) -> str:
-    """Return the placement of a rank's shard, as torch writes it, if this rank's is on `device`. Not collective.
-
-    Args:
-        devices_per_node: see ``metadata_of_boxes``.
-    """
+    """Return the placement of a rank's shard, as torch writes it, if this rank's is on `device`. Not collective."""
     if device.type in ("cpu", "meta"):  # a rank has one
         return f"rank:{rank}/{device.type}"
     visible = devices_per_node or accelerator.device_count()
@@ -85,21 +79,11 @@ def create_sharded_tensor(
     boxes: Mapping[int, Box],
     devices_per_node: int | None = None,
 ) -> ShardedTensor:
-    """Return a tensor of `shape` with at most one block on each rank of `group`. Not collective.
+    """Return a tensor of `shape` with at most one block on each rank of `group`, by global rank. Not collective.
 
-    Args:
-        local: this rank's block, of the size of its box, on `device`; None if it has none.
-        device: of the blocks of all ranks; the number of a GPU follows from the rank's place on its node.
-        boxes: by global rank.
-        devices_per_node: GPUs, by default as many as there are here.
+    `local` is this rank's block, on `device`, None if it has none. The rest is as for ``metadata_of_boxes``.
     """
-    properties = TensorProperties(
-        dtype=dtype,
-        layout=torch.strided,
-        requires_grad=False,
-        memory_format=torch.contiguous_format,
-        pin_memory=local is not None and local.is_pinned(),
-    )
+    properties = TensorProperties(dtype=dtype, pin_memory=local is not None and local.is_pinned())
     whole = metadata_of_boxes(shape, boxes.items(), properties, device, devices_per_node)
     mine = [Shard(local, shard) for shard in whole.shards_metadata if shard.placement.rank() == dist.get_rank()]
     return _compat.sharded_tensor(mine, whole, group)
@@ -128,12 +112,7 @@ def create_chunk_dtensor(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
 ) -> DTensor:
-    """Return a tensor of `shape` with one block on this rank of a mesh. Not collective.
-
-    Args:
-        local: the block, which stays where it is, on whatever device the mesh is; None for one without elements.
-        placements: ``Shard`` or ``Replicate``, for each dimension of the mesh.
-    """
+    """Return a tensor of `shape` with one block on this rank of a mesh, None if it is empty. Not collective."""
     if local is None:
         box = block_at(shape, mesh.shape, placements, mesh.get_coordinate())
         local = torch.empty(box.sizes, dtype=dtype, device=device)
@@ -153,12 +132,7 @@ def local_blocks(tensor: ShardedTensor | DTensor) -> list[tuple[Box, torch.Tenso
 
 
 def check_readable(key: str, value: Any) -> None:
-    """Check that a tensor, or the local part of a distributed one, has dense values that can be copied. Not collective.
-
-    Args:
-        key: of `value`, for the error.
-        value: a tensor, a ``ShardedTensor``, a ``DTensor``; anything else passes.
-    """
+    """Check that a tensor, or the local part of a distributed one, has dense values to be copied. Not collective."""
     if isinstance(value, ShardedTensor):
         blocks = [shard.tensor for shard in value.local_shards()]
     elif isinstance(value, DTensor):
@@ -176,10 +150,7 @@ def check_readable(key: str, value: Any) -> None:
 
 
 def properties_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return shape and dtype of a tensor, of the whole if it is distributed.
-
-    ``ShardedTensor`` warns when it is asked for them as any tensor is.
-    """
+    """Return shape and dtype of a tensor, whole if it is distributed. ``ShardedTensor`` warns of other questions."""
     if isinstance(tensor, ShardedTensor):
         metadata = tensor.metadata()
         return tuple(metadata.size), metadata.tensor_properties.dtype
@@ -194,10 +165,7 @@ def ranks_of_tensor(tensor: ShardedTensor | DTensor) -> list[int]:
 
 
 def all_boxes(tensor: ShardedTensor | DTensor) -> dict[int, list[Box]]:
-    """Return the blocks of a distributed tensor by global rank, in ascending order. Not collective.
-
-    Replicas of a block are listed for each rank that has one.
-    """
+    """Return the blocks of a distributed tensor, replicas too, by global rank in ascending order. Not collective."""
     found: dict[int, list[Box]] = {}
     if isinstance(tensor, ShardedTensor):
         for shard in tensor.metadata().shards_metadata:
@@ -238,11 +206,7 @@ def as_dtensor(block: torch.Tensor, placed: Placed) -> DTensor:
 
 
 def blocks_of(tensor: DTensor) -> dict[int, Box]:
-    """Return the block of each rank of a ``DTensor``'s mesh, in row-major order. Not collective.
-
-    Raises:
-        ShardingError: a placement is not ``Replicate``, nor ``Shard`` along a dimension of the tensor.
-    """
+    """Return the block of each rank of a ``DTensor``'s mesh, in row-major order, as ``mesh_blocks``. Not collective."""
     return mesh_blocks(tensor.shape, tensor.device_mesh.mesh, tensor.placements)
 
 
@@ -258,11 +222,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def fill_block(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Not collective. Copy this rank's part of a tensor that it has whole into a ``DTensor``, or all of it.
-
-    Raises:
-        ValueError: the placements of `target` are no blocks of values.
-    """
+    """Not collective. Copy this rank's part of a tensor that it has whole into a ``DTensor``, or all of it."""
     if isinstance(target, DTensor):
         for box, block in local_blocks(target.detach()):
             block.copy_(whole[box.slices])

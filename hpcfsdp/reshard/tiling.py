@@ -19,38 +19,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-MOST_PARTS = 1 << 22
-"""The most parts that irregular hyperslabs of one range are divided into: about 400 MiB."""
-
-MOST_ELEMENTS = 1 << 60
-"""Sums of places, and of corners, are exact in int64."""
-
-Blocks = Sequence[Any]
-"""Objects with the `offsets` and the `sizes` of a block in each dimension."""
+MOST_PARTS = 1 << 22  # the most parts that irregular hyperslabs of one range are divided into: about 400 MiB
+MOST_ELEMENTS = 1 << 60  # sums of places, and of corners, are exact in int64
+Blocks = Sequence[Any]  # objects with the `offsets` and the `sizes` of a block in each dimension
 
 
 class TilingFault(NamedTuple):
-    """The first element, in row-major order, that is not in exactly one block.
+    """The first element, in row-major order, that is not in exactly one block."""
 
-    Attributes:
-        element: its place in the tensor.
-        blocks: the numbers of the first two blocks that it is in; none if it is in no block.
-    """
-
-    element: tuple[int, ...]
-    blocks: tuple[int, ...]
-
-    @property
-    def is_gap(self) -> bool:
-        return not self.blocks
+    element: tuple[int, ...]  # its place in the tensor
+    blocks: tuple[int, ...]  # the numbers of the first two blocks that it is in; none if it is in no block
 
 
 class TilingError(ValueError):
-    """Hyperslabs are too irregular to be checked.
-
-    Attributes:
-        tensor: the one that they are of; None if they are of several.
-    """
+    """Hyperslabs are too irregular to be checked: those of one `tensor`, or of several (None)."""
 
     def __init__(self, tensor: int | None = None) -> None:
         super().__init__(f"its runs are interleaved in more than {MOST_PARTS} parts")
@@ -101,12 +83,7 @@ def first_fault(extents: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> Ti
 
 
 def uneven_corners(corners: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Return the different corners, in row-major order, at which the steps do not add up to zero.
-
-    Args:
-        corners: (corners, dimensions), those of the whole among them with the opposite steps.
-        steps: up or down, 1-D.
-    """
+    """Return the different corners, in row-major order, at which the steps up and down do not add up to zero."""
     if corners.shape[1]:
         order = np.lexsort(corners.T[::-1])
         corners, steps = corners[order], steps[order]
@@ -117,13 +94,9 @@ def uneven_corners(corners: np.ndarray, steps: np.ndarray) -> np.ndarray:
 def first_untiled(slabs: np.ndarray, numels: Sequence[int]) -> int | None:
     """Return the first tensor that slabs do not tile, each element once; None if there is none.
 
-    Args:
-        slabs: with the fields `tensor`, `count`, `start`, `numel` and `stride`, in any order.
-        numels: elements by tensor; less than ``MOST_ELEMENTS`` in all.
-
-    Raises:
-        TilingError: they are too irregular.
-        ValueError: a hyperslab is of a tensor that is not there, or there are too many elements.
+    Slabs have the fields `tensor`, `count`, `start`, `numel` and `stride`, in any order; tensors less than
+    ``MOST_ELEMENTS`` in all. Raises a ``TilingError`` if they are too irregular, a ``ValueError`` for too many elements
+    or no such tensor.
     """
     sizes = [int(numel) for numel in numels]
     if sum(sizes) >= MOST_ELEMENTS:
@@ -147,14 +120,9 @@ def byte_ranges(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the bytes of a file that slabs occupy: first bytes and ends of ranges, by first byte, int64.
 
-    Ranges overlap where slabs do. Interleaved slabs without gaps become one range; else each run is one.
-
-    Args:
-        begins: first byte of each hyperslab, int64, as are `numels` and `strides`, in bytes too, and `counts`.
-        owners: slabs with the same number have no byte in common: they tile one tensor, with all its elements in order.
-
-    Raises:
-        TilingError: they are too irregular.
+    Ranges overlap where slabs do. Interleaved slabs without gaps become one range; else each run is one. All arguments
+    are int64, in bytes. Slabs with the same owner have no byte in common: they tile one tensor, with all its elements
+    in order. Raises a ``TilingError`` if they are too irregular.
     """
     order = np.argsort(begins, kind="stable")
     slabs = _Slabs(begins[order], numels[order], counts[order], strides[order])
@@ -254,9 +222,7 @@ def _first_unfit(slabs: _Slabs, length: int, bases: np.ndarray) -> int | None:
 def _first_bad(slabs: _Slabs, of: np.ndarray, lengths: np.ndarray, lows: np.ndarray, bases: np.ndarray) -> list[int]:
     """Return the begin of the first cluster that its slabs do not tile, in a list; an empty list if there is none.
 
-    Args:
-        slabs: counted from the first element of their cluster; `of`: the number of that, ascending.
-        lengths: of the clusters, which begin at `lows`.
+    Slabs count from the first element of their cluster, which `of` numbers in order; clusters begin at `lows`.
     """
     bad = _untiled(slabs, of, lengths)
     if bad is not None:
@@ -314,11 +280,7 @@ def _widths(slabs: _Slabs, of: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def _rectangles(slabs: _Slabs, width: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return slabs as rectangles of matrices that are as wide as their strides.
-
-    Returns:
-        For each rectangle the number of its slab, first row, end of rows, first column, and end of columns.
-    """
+    """Return for each rectangle of a slab in a matrix its number, first row, end of rows, first and end of columns."""
     which = np.arange(len(width))
     row, column = slabs.begins // width, slabs.begins % width
     head = np.minimum(slabs.numels, width - column)

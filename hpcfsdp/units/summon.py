@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hpcfsdp.comm import raise_together_over
+from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.errors import EngineError
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.params.flat_param import FlatParam, set_grad
@@ -132,7 +133,7 @@ def walk_full_params(
 @contextlib.contextmanager
 def unshard_params_for_summon(unit: FlatUnit, args: UnshardArgs) -> Iterator[None]:
     """Return a context in which the parameters of one unit are whole. Collective over the wrapper's process groups."""
-    unit.begin_summon()
+    unit.enter_state(TrainingState.SUMMON)
     try:
         unsharded = unshard_fsdp_state_params(unit, args)
         try:
@@ -145,12 +146,14 @@ def unshard_params_for_summon(unit: FlatUnit, args: UnshardArgs) -> Iterator[Non
                         before = whole.flat.parameter.data.clone() if unit.owes_grads else None
                         writeback_to_local_shard(whole, args)
                         if before is not None and _any_rank(whole.flat, not before.equal(whole.flat.parameter.data)):
-                            whole.flat.mark_changed()  # a backward at other values than the forward would be wrong
+                            # A backward at other values than the forward would be wrong.
+                            torch.autograd.graph.increment_version(whole.flat.stepped)
             finally:
                 for whole in unsharded:
                     _set_leaves(whole.flat, whole.at_rest)
     finally:
-        unit.end_summon()
+        unit.leaves.forget_accumulators()
+        unit.enter_state(TrainingState.IDLE)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hpcfsdp import _compat
+from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.errors import EngineError, StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.state.load import load_model
@@ -83,13 +84,13 @@ def test_a_rank_at_the_wrong_time_is_an_error_on_all(engines, several, carrier):
     model = engine.shard(build(parity.Around))
     before, state = memory(model), build(parity.Around, seed=1).state_dict()
     if several.rank == 1:
-        model._unit.begin_summon()
+        model._unit.enter_state(TrainingState.SUMMON)
     try:
         with pytest.raises(EngineError, match=r"already whole: call load_state_dict outside") as caught:
             model.load_state_dict(state)
     finally:
         if several.rank == 1:
-            model._unit.end_summon()
+            model._unit.enter_state(TrainingState.IDLE)
     assert str(caught.value).startswith("rank 1: ") == (several.rank != 1)
     unchanged(model, before)
     model.load_state_dict(state)

@@ -319,7 +319,7 @@ def _check_pieces(key: str, size: torch.Size, boxes: list[Box]) -> None:
     if len(boxes) << len(size) > _MOST_CORNERS:
         return
     fault = find_fault(size, boxes)
-    if fault is not None and fault.is_gap:
+    if fault is not None and not fault.blocks:
         raise ValueError(f"{key!r} of {list(size)} has no piece with element {list(fault.element)}")
     if fault is not None:
         one, other = (_placed(boxes[number]) for number in fault.blocks)

@@ -126,7 +126,7 @@ def _first_fault(spec: TensorSpec, blocks: np.ndarray) -> str:
     if fault is None:  # a block is empty
         return ""
     place = list(map(int, np.unravel_index(fault.element[0], spec.shape)))
-    if fault.is_gap:
+    if not fault.blocks:
         return f" (no rank has element {place})"
     ranks = " and ".join(str(rank) for rank in blocks["rank"][list(fault.blocks)])
     return f" (element {place} is written by the ranks {ranks})"

@@ -256,7 +256,7 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
     def shard_of(grad: ShardedGrad) -> Place:
         return id(grad.params), "shard grad"
 
-    def gather(flat: FlatParam) -> None:
+    def gather(flat: FlatParam, _async_op: bool) -> None:
         gathered.add(flat)
         streams.touch(Stream.GATHER, reads=[(id(flat), "shard")], writes=[values_of(flat)])
 
@@ -280,7 +280,7 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
     def write_buffer(grad: ShardedGrad, *_buffer: Any) -> None:
         streams.touch(Stream.COMPUTE, writes=[buffer_of(grad)])
 
-    def reduce(grad: ShardedGrad, _label: str) -> None:
+    def reduce(grad: ShardedGrad, _label: str, _async_op: bool) -> None:
         streams.touch(Stream.REDUCE, reads=[buffer_of(grad)], writes=[shard_of(grad)])
 
     def before(owner: type, name: str, declare: Callable[..., Any]) -> None:

@@ -41,11 +41,11 @@ def test_a_unit_goes_where_the_table_allows_and_stays_otherwise(before, after):
     unit = make_unit()
     unit.training_state = before
     if (before, after) in LEGAL:
-        unit._enter(after)
+        unit.enter_state(after)
         assert unit.training_state is after
         return
     with pytest.raises(EngineError) as caught:
-        unit._enter(after)
+        unit.enter_state(after)
     assert str(caught.value) == (
         f"blocks.0: cannot go from {before.value} to {after.value}; a unit may be called several times in a step, but "
         "not from inside of its own forward"

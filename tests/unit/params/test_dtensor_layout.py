@@ -50,7 +50,7 @@ def test_each_rank_has_the_chunks_of_torch(layout):
     for slot, value in zip(layout.slots, values, strict=True):
         for rank in range(layout.num_shards):
             expected = chunk(value, slot, layout.num_shards, rank) if value.numel() else value
-            shape = slot.local_shape(rank)
+            shape = slot.chunk_shape(slot.rows_of(rank)[1])
             assert math.prod(shape) == expected.numel() or not value.numel()
             own = shards[rank, slot.offset : slot.offset + math.prod(shape)].view(shape)
             if own.numel():

@@ -46,7 +46,7 @@ def padding(shapes, granularity, num_shards, dtype=torch.float32):
         num_shards,
         granularity=dict.fromkeys(map(str, range(len(shapes))), granularity),
     )
-    return layout.padded_numel / layout.numel - 1
+    return layout.padded_numel / sum(slot.numel for slot in layout.slots) - 1
 
 
 def gpt(width=1600, layers=1):
