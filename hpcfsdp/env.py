@@ -69,8 +69,7 @@ _DIAGNOSTIC = (
 )
 
 
-_exported: dict[str, str] = {}
-"""Variables that this process has set itself: another rendezvous may change them."""
+_exported: dict[str, str] = {}  # variables that this process has set itself: another rendezvous may change them
 
 
 def launcher_size() -> tuple[str, int] | None:
@@ -105,10 +104,7 @@ def started_by_srun() -> bool:
 
 
 def idle_tasks() -> int:
-    """Return how many tasks the SLURM allocation of this process has beside it; 0 if a launcher started it.
-
-    That is a batch script, or an interactive shell, without srun.
-    """
+    """Return how many tasks the SLURM allocation of a process that srun has not started has beside it; 0 for others."""
     if launcher_size() not in (None, ("SLURM_STEP_NUM_TASKS", 1)) or "SLURM_JOB_ID" not in os.environ:
         return 0
     counts = (os.environ.get(name, "") for name in ("SLURM_NTASKS", "SLURM_NNODES"))

@@ -23,12 +23,9 @@ if TYPE_CHECKING:
 EXIT_REQUEUE = 75
 """Stopped with a complete checkpoint, run me again (EX_TEMPFAIL of sysexits.h)."""
 
-_EVERY_S = 0.05
-"""About how often ranks ask each other, where steps are shorter."""
-_MOST_STEPS = 20
-"""The most steps between two questions: steps may suddenly become longer."""
-_SPARE_S = 30.0
-"""What a stop before the end of the job takes besides steps and saves: to leave, and clocks that differ."""
+_EVERY_S = 0.05  # about how often ranks ask each other, where steps are shorter
+_MOST_STEPS = 20  # the most steps between two questions: steps may suddenly become longer
+_SPARE_S = 30.0  # what a stop before the end of the job takes besides steps and saves: to leave, and clocks that differ
 
 
 class Preemption:
@@ -48,12 +45,10 @@ class Preemption:
         self._before_end_s = before_end_s
         self._end_s: float | None = None
         self._step: int | None = None
-        self._since = 0
-        """Steps since the ranks have asked each other."""
+        self._since = 0  # steps since the ranks have asked each other
         self._every = 1
         self._asked_s: float | None = None
-        self._longest_s = 0.0
-        """The longest time between two calls: a step, and mostly a checkpoint."""
+        self._longest_s = 0.0  # the longest time between two calls: a step, and mostly a checkpoint
         self._asked: tuple[torch.Tensor, Work | None] | None = None
         """What the ranks ask each other in the background: see ``_ask``."""
 

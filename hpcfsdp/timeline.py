@@ -17,14 +17,12 @@ import torch
 
 from hpcfsdp import accelerator
 
-Mark = Any
-"""A moment: nanoseconds of ``time.perf_counter_ns``, or a timed ``torch.Event``."""
+Mark = Any  # a moment: nanoseconds of ``time.perf_counter_ns``, or a timed ``torch.Event``
 
 UNITS, WAITS, STEPS, CHECKPOINTS = "units", "waits", "steps", "checkpoints"
 """Tracks of a trace besides those of the engine's streams: the units on the compute stream, the waits of the host."""
 
-_MOST_KEPT = 512
-"""Waits that are kept before their times are added up."""
+_MOST_KEPT = 512  # waits that are kept before their times are added up
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
@@ -35,7 +33,6 @@ def seconds_between(begin: Mark, end: Mark) -> float:
 
 
 def has_come(mark: Mark) -> bool:
-    """Return whether a moment can be read."""
     return isinstance(mark, int) or mark.query()
 
 
@@ -50,7 +47,6 @@ class Interval:
     pauses: list[tuple[Mark, Mark]] = field(default_factory=list)  # (begin, end) of times that do not count
 
     def add_up(self) -> None:
-        """Add up the waits that are over."""
         while self.waits and has_come(self.waits[0][1]):
             self.waited_s += seconds_between(*self.waits.pop(0))
 
@@ -184,8 +180,7 @@ class Recorder:
             self._interval.add_up()
 
 
-recorder: Recorder | None = None
-"""The recorder of this process, while a run is observed."""
+recorder: Recorder | None = None  # the recorder of this process, while a run is observed
 
 
 @contextlib.contextmanager

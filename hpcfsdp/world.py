@@ -190,7 +190,7 @@ def init(
     from hpcfsdp.launch import device as devices, rendezvous
 
     hpcmpi.register()
-    departure.mark_clean(False)
+    departure.is_clean = False
     topology, chosen = _agree(settings)
     job_name, folder = _name_run(run_dir)
     with together.raise_lowest(comm):
@@ -231,7 +231,7 @@ def init(
         settings=settings,
         made_process_group=creates_group,
     )
-    torch_group.set_default(_world.communicator)
+    torch_group.default = _world.communicator
     _watch_for_hangs(job, node, job_name, folder)
     if env.progress_thread():
         progress.start_thread()
@@ -316,7 +316,6 @@ def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
 
 
 def _backend_of(device: torch.device) -> str:
-    """Return torch's backend for an accelerator."""
     import torch.distributed as dist
 
     try:
@@ -363,7 +362,7 @@ def finalize() -> None:
         except Exception as error:  # of any kind: the others wait in the next barrier
             problem = problem or error
     world, _world = _world, None
-    torch_group.set_default(None)
+    torch_group.default = None
     own_host = world.made_process_group or not is_mpi_group(world.process_group)
     if leaving:
         progress.stop_thread()
@@ -374,7 +373,7 @@ def finalize() -> None:
     finally:
         progress.stop_thread()
         hang.stop()
-    departure.mark_clean()
+    departure.is_clean = True
     try:
         if world.made_process_group and dist.is_initialized():
             dist.destroy_process_group()

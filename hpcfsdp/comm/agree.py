@@ -15,12 +15,10 @@ T = TypeVar("T")
 
 @dataclass
 class Exchange:
-    """Values that ranks exchange at the end of a ``raise_together``: `mine`, which its block sets, becomes one of
-    `everyone`, by rank, once the block has succeeded on all of them.
-    """
+    """Values that ranks exchange at the end of a ``raise_together``."""
 
-    mine: Any = None
-    everyone: Sequence[Any] = ()
+    mine: Any = None  # this rank's, which the block sets
+    everyone: Sequence[Any] = ()  # those of all ranks, by rank, once the block has succeeded on all of them
 
 
 @contextlib.contextmanager
@@ -47,10 +45,7 @@ def raise_together(comm: Communicator | Grid) -> Iterator[Exchange]:
 
 
 def of_rank_0(comm: Communicator, make: Callable[[], T]) -> T:
-    """Return what `make` returns on rank 0, which alone calls it. Collective over `comm`.
-
-    Its error is raised on all ranks, as by ``raise_together``.
-    """
+    """Return what `make` returns on rank 0, which alone calls it, or raise its error. Collective over `comm`."""
     mine, made = None, None
     if comm.rank == 0:
         try:

@@ -46,12 +46,9 @@ class Communicator:
     rank: int
     size: int
     device: torch.device
-    shares_gathered = False
-    """Whether memory from ``alloc(gathered=True)`` is one memory for all ranks."""
-    shares_memory = False
-    """Whether some ranks read each other's memory from ``alloc``; the same on all ranks."""
-    spans_nodes = False
-    """Whether others of them only exchange messages."""
+    shares_gathered = False  # whether memory from ``alloc(gathered=True)`` is one memory for all ranks
+    shares_memory = False  # whether some ranks read each other's memory from ``alloc``; the same on all ranks
+    spans_nodes = False  # whether others of them only exchange messages
 
     # Memory
 
@@ -191,10 +188,7 @@ class Communicator:
 
     @_compat.outside_of_modes
     def labelled_barrier(self, label: str, flag: bool = False) -> bool:
-        """Wait for all ranks, and return whether any has set `flag`.
-
-        All raise a ``CommunicationError`` that names both labels if one has another label.
-        """
+        """Wait for all ranks, and return whether any has set `flag`. All raise, naming both, if labels differ."""
         return self._labelled_barrier(label, flag) if self.size > 1 else flag
 
     # Collectives on small, picklable Python objects
@@ -316,7 +310,6 @@ def segment(full: Tensor, comm: Communicator) -> Tensor:
 
 
 def describe(tensor: Tensor) -> str:
-    """Describe a tensor in messages."""
     return f"{tensor.numel()} x {tensor.dtype}"
 
 

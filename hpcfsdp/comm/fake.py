@@ -19,8 +19,7 @@ class FakeCommunicator(Communicator):
     def __init__(
         self, rank: int = 0, size: int = 1, *, topology: Topology | None = None, device: str | torch.device = "cpu"
     ) -> None:
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = rank, size
         self.topology = topology or Topology.regular(1, size)
         self.device = torch.device(device)
         if not 0 <= rank < size or self.topology.size != size:

@@ -29,8 +29,7 @@ _YIELD_AFTER = 4
 """Polls before the process yields the core. On a free core that costs next to nothing; where ranks outnumber cores the
 awaited peer gets the core at once."""
 _CLOCK_EVERY = 8
-_SLEEP_S = 0.0002
-"""Sleep between polls in a long wait: rank 0 writes a file, a peer compiles."""
+_SLEEP_S = 0.0002  # sleep between polls in a long wait: rank 0 writes a file, a peer compiles
 _THREAD_SLEEP_S = 0.0001
 """Sleep of the thread: a link of 10 GB/s moves 1 MB meanwhile, less than a network's buffers hold."""
 
@@ -62,22 +61,15 @@ class Running:
     """
 
     def __init__(self, steps: Steps, label: str, rank: int, timeout_s: float, owner: Any, number: Any = None) -> None:
-        self.label = label
-        self.owner = owner
-        self.number = number
-        self.optional = False
-        """Whether it may never complete, like a receive without a send."""
+        self.label, self.owner, self.number = label, owner, number
+        self.optional = False  # whether it may never complete, like a receive without a send
         self._error_is_raised = False
-        self._steps = steps
-        self._rank = rank
-        self._timeout_s = timeout_s
+        self._steps, self._rank, self._timeout_s = steps, rank, timeout_s
         self._condition: Condition | None = None
         self._error: BaseException | None = None
         self._in_inference_mode = torch.is_inference_mode_enabled()  # and so may be tensors that it writes to
-        self.done = False
-        """Whether it has ended, also with an error."""
-        self.ended_ns = 0
-        """When, by ``time.perf_counter_ns``, if the run is observed."""
+        self.done = False  # whether it has ended, also with an error
+        self.ended_ns = 0  # when, by ``time.perf_counter_ns``, if the run is observed
         self._stepping = threading.Lock()
         events.ring.note(events.BEGIN, label)
         thread = threading.current_thread()
@@ -98,10 +90,7 @@ class Running:
         return self._error is not None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the collective is complete. Raises if it failed, or took longer than `timeout_s`.
-
-        The default is the timeout of the communicator.
-        """
+        """Return when the collective is complete. Raises if it failed, or took longer (default: than its timeout)."""
         if not self.done:
             self._wait(self._timeout_s if timeout_s is None else timeout_s, firm=timeout_s is None)
         self._raise()
@@ -257,8 +246,7 @@ class Finished:
 
 _in_progress: list[Running] = []
 _awaited: set[Running] = set()
-_begun = threading.Event()
-"""Set when a collective has begun, and when a wait has ended."""
+_begun = threading.Event()  # set when a collective has begun, and when a wait has ended
 _threads: set[threading.Thread] = set()
 """Threads that have begun collectives. If several of them run, one may make the call that another waits for."""
 
@@ -302,8 +290,7 @@ def complete(owner: object) -> None:
 
 _ended = threading.Event()
 _thread: threading.Thread | None = None
-_process = 0
-"""The thread's: a process that was forked from it has no such thread."""
+_process = 0  # the thread's: a process that was forked from it has no such thread
 
 
 def start_thread() -> None:

@@ -87,12 +87,9 @@ class Reduction:
 def reduce_into(
     output: torch.Tensor, sources: Tensors, op: ReduceOp, accumulate: torch.dtype, *, divisor: int = 1
 ) -> None:
-    """`output` becomes the reduction of `sources`, in their order, computed in `accumulate`.
+    """`output` becomes the reduction of `sources`, in their order, computed in `accumulate`, divided by `divisor`.
 
-    Args:
-        output: 1-D, n elements, any dtype. May be one of the sources.
-        sources: one or more 1-D tensors of n elements, any dtypes.
-        divisor: the result is divided by it: the number of ranks, for an average.
+    All are 1-D of n elements, of any dtypes. The output may be one of the sources.
     """
     combine = (_COMBINE_BOOL if accumulate is torch.bool else _COMBINE)[op]
     # Without a detour: the first step reads two sources, so the output may be one of these, but not a later one.

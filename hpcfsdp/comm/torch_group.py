@@ -245,17 +245,10 @@ def _ended(work: dist.Work | None, finish: Callable[[], None] = lambda: None) ->
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a tensor of any dtype."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-_default: Communicator | None = None
-
-
-def set_default(communicator: Communicator | None) -> None:
-    """Set the communicator of the world, from ``hpcfsdp.init`` to ``finalize``."""
-    global _default
-    _default = communicator
+default: Communicator | None = None  # that of the world, from ``hpcfsdp.init`` to ``finalize``
 
 
 def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required: bool) -> Communicator:
@@ -263,15 +256,11 @@ def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required
 
     After ``hpcfsdp.init()`` the world communicates over MPI on CPU and over NCCL on GPUs. With torch.distributed alone
     it uses the default group. torch's "fake" backend gets a ``FakeCommunicator``. A ``Communicator`` is returned as it
-    is.
-
-    Args:
-        group: a process group of torch.distributed, a communicator, or None for the world.
-        required: raise where there is no world yet; otherwise the communicator has this process alone.
+    is. Raises where one is `required` and there is no world yet; otherwise it has this process alone.
     """
     if group is None:
-        if _default is not None:
-            return _default
+        if default is not None:
+            return default
         if not dist.is_initialized() and required:
             raise RuntimeError(
                 "there is no process group yet: call hpcfsdp.init() first (or torch.distributed.init_process_group)"
@@ -285,8 +274,8 @@ def communicator_for(group: dist.ProcessGroup | Communicator | None, *, required
             f"{type(group).__name__}"
         )
     if is_mpi_group(group):
-        staged = _default is not None and accelerator.is_accelerator(_default.device)
-        return TorchGroupCommunicator(group, _default.device) if staged else group.communicator
+        staged = default is not None and accelerator.is_accelerator(default.device)
+        return TorchGroupCommunicator(group, default.device) if staged else group.communicator
     if dist.get_backend(group) == "fake":  # torch's own, for planning and tests: its collectives move no bytes
         return FakeCommunicator(group.rank(), group.size(), device=_compat.device_of_group(group))
     return TorchGroupCommunicator(group)

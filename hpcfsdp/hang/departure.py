@@ -1,7 +1,7 @@
 """The end of a job: a rank that fails aborts all processes within seconds, and the others detect one that leaves early.
 
-- An uncaught exception prints its traceback with rank and host, and aborts all processes: the others would wait for
-  this one in a collective. Ranks that fail within a moment of each other print one text (``tracebacks``).
+- An uncaught exception prints its traceback with rank and host (``tracebacks``), and aborts all processes: the others
+  would wait for this one in a collective.
 - ``sys.exit`` does not reach the exception hook. The process would wait in ``MPI_Finalize`` for the others, and these
   for it in a collective. A rank that exits with an error code waits ``GRACE_S`` for the others to exit, too (all may
   have found the same error), then aborts the job. It does not after ``hpcfsdp.finalize()``, which all ranks call.
@@ -40,12 +40,10 @@ from hpcfsdp.text.terminal import shown_lines
 
 log = logging.getLogger("hpcfsdp.job")
 
-OUTPUT_GRACE_S = 0.5
-"""Seconds between the output and an abort: launchers drop output that arrives after it."""
+OUTPUT_GRACE_S = 0.5  # seconds between the output and an abort: launchers drop output that arrives after it
 GRACE_S = 4.0
 TELL_AFTER_S = 1.0
-LOOK_EVERY_S = 1.0
-"""Seconds between two looks whether the launcher lives."""
+LOOK_EVERY_S = 1.0  # seconds between two looks whether the launcher lives
 TOLD_BY_ONE = 128
 """A rank that exits early notifies so many others, and each of them as many more, once it waits or exits itself."""
 _TAG = 1
@@ -53,16 +51,13 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 _OPEN_MPI_LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")
 """Names of the processes that start ranks, in versions 5 and 4."""
 
-_departures: Departures | None = None
-"""None in a job of one rank."""
-_process = 0
-"""The process that is a rank, and not one that was forked from it."""
+_departures: Departures | None = None  # None in a job of one rank
+_process = 0  # the process that is a rank, and not one that was forked from it
 _watching = _parent = 0
 """The process that watches its launcher, and the launcher's process; a forked child does not watch."""
 _last: weakref.ref[_Exit] | None = None
-_code: int = 0
-"""The error code of this process; 0 if it exits without an error, or if the code is not known."""
-_is_clean = False
+_code: int = 0  # the error code of this process; 0 if it exits without an error, or if the code is not known
+is_clean = False  # whether all ranks have finished their collectives: each may exit as it likes
 
 
 def catch_errors(comm: Any) -> None:
@@ -114,7 +109,16 @@ class _EndOfJob:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> tuple[str, Callable[[], Any]]:
         """Return what this rank prints: a message for ``end_job``, and a function that prints more."""
-        errors = self._errors(tracebacks.error_of(self._rank, kind, error, trace), error)
+        from mpi4py import MPI
+
+        mine = tracebacks.error_of(self._rank, kind, error, trace)
+        errors = [mine]
+        if getattr(error, "raised_on_all_ranks", False):
+            if self._rank:
+                time.sleep(tracebacks.TOGETHER_S)
+        elif _departures is not None and not MPI.Is_finalized():
+            found = tracebacks.exchange(_departures.comm, mine) or errors
+            errors = sorted(found, key=lambda each: each is not mine)
         if self.before is sys.__excepthook__:  # at once: other ranks print, too
             return tracebacks.merged(errors, self._size), lambda: None
         own = [each for each in errors if each.stack == errors[0].stack]
@@ -127,22 +131,8 @@ class _EndOfJob:
 
         return f"{tracebacks.who(own, self._size)}: {tracebacks.ENDED}", show
 
-    def _errors(self, mine: tracebacks.UncaughtError, error: BaseException) -> list[tracebacks.UncaughtError]:
-        """Return this rank's error, and those of others that it is to print with it."""
-        from mpi4py import MPI
-
-        if getattr(error, "raised_on_all_ranks", False):
-            if self._rank:
-                time.sleep(tracebacks.TOGETHER_S)
-            return [mine]
-        if _departures is None or MPI.Is_finalized():
-            return [mine]
-        found = tracebacks.exchange(_departures.comm, mine) or [mine]
-        return sorted(found, key=lambda each: each is not mine)
-
 
 def exit_code(error: BaseException) -> int:
-    """Return the code with which a job ends after this error."""
     if isinstance(error, KeyboardInterrupt):
         return 130
     return error.exit_code if isinstance(error, HpcfsdpError) else 1
@@ -153,16 +143,16 @@ def uncaught() -> BaseException | None:
     return None if isinstance(sys.excepthook, _EndOfJob) else getattr(sys, "last_value", None)
 
 
-def abort(message: str, exit_code: int, show: Callable[[], Any] = lambda: None) -> None:
-    """Print a message with rank and host, and more with `show`, and abort the job. Does not return while MPI runs."""
+def abort(message: str, exit_code: int) -> None:
+    """Print a message with rank and host, and abort all processes of the job. Does not return while MPI runs."""
     from mpi4py import MPI
 
     who = "" if MPI.Is_finalized() else f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} on "
-    end_job(f"{who}{env.host_name()}: {message}", exit_code, show)
+    end_job(f"{who}{env.host_name()}: {message}", exit_code)
 
 
 def end_job(message: str, exit_code: int, show: Callable[[], Any] = lambda: None) -> None:
-    """Do as ``abort``, with a message that names ranks and hosts itself."""
+    """Do as ``abort``, with a message that names ranks and hosts itself; `show` prints more."""
     from mpi4py import MPI
 
     try:
@@ -212,10 +202,7 @@ def _code_of(error: SystemExit) -> int:
 
 
 class Departures:
-    """The ranks that have left the program, as far as this rank knows: `gone`, as messages over `comm` have named them.
-
-    `comm` is an mpi4py communicator of all ranks, used with the tags of this package's part alone.
-    """
+    """The ranks that have left the program (`gone`), as far as messages over `comm`, of all ranks, have named them."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
@@ -238,10 +225,7 @@ class Departures:
         return self.gone
 
     def complete(self, has_left: bool) -> None:
-        """Complete all messages: MPI must not end with messages in progress. Collective over `comm`.
-
-        `has_left` is true if this rank has notified the others that it has left.
-        """
+        """Complete all messages, after this rank `has_left` and notified the others, or not. Collective over `comm`."""
         flags = bytearray(self.comm.size)
         self.comm.Allgather(bytearray([has_left]), flags)
         awaited = {rank for rank, flag in enumerate(flags) if flag and rank != self.comm.rank}
@@ -286,12 +270,6 @@ def _await_orphanhood() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def mark_clean(clean: bool = True) -> None:
-    """Not collective. Note that all ranks have finished their collectives: each may exit as it likes."""
-    global _is_clean
-    _is_clean = clean
-
-
 def departed() -> set[int]:
     """Not collective. Return the ranks that are known to have left the program."""
     return set() if _departures is None else _departures.receive()
@@ -315,12 +293,12 @@ def _leave() -> None:
     if _departures is None or os.getpid() != _process or MPI.Is_finalized():
         return
     error = uncaught()
-    if error is not None and not _is_clean:
+    if error is not None and not is_clean:
         abort("ended the job after an uncaught error", exit_code(error))
     gc.collect()  # a caught error that is still referenced in a cycle with its traceback
     alive = _last() if _last is not None else None
     exits_with = _code or (_code_of(alive) if alive is not None else 0)
-    code = 0 if _is_clean else exits_with
+    code = 0 if is_clean else exits_with
     arrival, began_s, has_left = _departures.comm.Ibarrier(), time.monotonic(), False
     while not arrival.Test():
         waited_s = time.monotonic() - began_s

@@ -19,8 +19,7 @@ KINDS = ("call", "begin", "end", "pass", "forward", "backward", "step")
 """Names of the kinds of events: a public call; a collective that begins, or is complete; a pass through the model that
 begins; the forward or backward of a unit; a step that the program has done."""
 
-EVENTS = 256
-"""The number of events in a ring, a power of two."""
+EVENTS = 256  # the number of events in a ring, a power of two
 _EVENT = struct.Struct("<qdb175s")
 _OWNER = struct.Struct("<qqqq")
 _WAIT = struct.Struct("<dH")
@@ -28,8 +27,7 @@ _WAIT_BYTES = 900
 _HEADER_BYTES = 1024
 _ASKED = struct.Struct("<d")
 _ASKED_AT = _HEADER_BYTES - _ASKED.size
-NBYTES = _HEADER_BYTES + EVENTS * _EVENT.size
-"""The size of a rank's ring."""
+NBYTES = _HEADER_BYTES + EVENTS * _EVENT.size  # the size of a rank's ring
 _MOST_MISSING = 16
 _LABEL_CHARS = 300
 
@@ -103,7 +101,6 @@ class EventRing:
         _WAIT.pack_into(self._memory, begin, since_s, len(text))
 
     def end_wait(self) -> None:
-        """Not collective. Note that the wait is over."""
         _WAIT.pack_into(self._memory, _OWNER.size, 0.0, 0)
 
     @property
@@ -112,8 +109,7 @@ class EventRing:
         return _ASKED.unpack_from(self._memory, _ASKED_AT)[0]
 
 
-ring = EventRing()
-"""The ring of this process."""
+ring = EventRing()  # the ring of this process
 
 
 def described(call: str, label: str) -> str:

@@ -56,10 +56,7 @@ class Inquiry:
         self._has_warned = False
 
     def ask(self, job: str, reason: str) -> tuple[HangRequest, bool]:
-        """Make a request, unless there is one. Returns the request, and whether it is a new one.
-
-        Raises OSError where the folder cannot be written to, or belongs to another user.
-        """
+        """Return a request, and whether it is new. Raises OSError where the folder is of another, or not writable."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         now_s = time.time()
         name = time.strftime("%Y-%m-%dT%H-%M-%SZ-", time.gmtime(now_s)) + secrets.token_hex(2)
@@ -120,7 +117,6 @@ class Inquiry:
         return []
 
     def report_path(self, request: HangRequest, job: str) -> Path:
-        """Return where the report about a job goes."""
         return self.folder / f"{request.name}-{job}.txt"
 
     def latest_report(self, job: str, since_s: float) -> Path | None:
@@ -133,7 +129,6 @@ class Inquiry:
         return None
 
     def write_report(self, request: HangRequest, job: str, text: str) -> Path:
-        """Write the report about a job, and return its path."""
         path = self.report_path(request, job)
         with safe_files.own_folder(self.folder) as folder:
             safe_files.replace(path.name, text.encode(errors="backslashreplace"), folder=folder)
@@ -153,7 +148,6 @@ class Inquiry:
 
     @contextlib.contextmanager
     def _answers_to(self, request: HangRequest, *, make: bool = False) -> Iterator[int]:
-        """Open the folder of a request."""
         if not _NAME.fullmatch(request.name):
             raise ValueError(f"the name of a request is of letters, digits, - and _, not {request.name!r}")
         with (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hpcfsdp.hang import events, stacks
@@ -49,15 +49,10 @@ def is_answer(answer: dict[str, Any]) -> bool:
     )
 
 
-def ranks_of(answers: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the ranks of all answers, in order."""
-    found = {rank["rank"]: rank for answer in answers for rank in answer["ranks"]}
-    return dict(sorted(found.items()))
-
-
 def render(answers: Sequence[dict[str, Any]], reason: str, asked_s: float, traces: str = "") -> str:
     """Return the report about one job, from the answers of one or more nodes, and `traces` of a backend."""
-    one, ranks = answers[0], ranks_of(answers)
+    one, found = answers[0], {rank["rank"]: rank for answer in answers for rank in answer["ranks"]}
+    ranks = dict(sorted(found.items()))
     silent = sorted(set(range(one["num_nodes"])) - {answer["node"] for answer in answers})
     unknown = sorted(set(range(one["size"])) - set(ranks))
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(asked_s))

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 SIGNAL = signal.SIGQUIT
 """kill -QUIT, scancel --signal=QUIT. Its default would be to end the process and to write a core file."""
-ANSWER_S = 2.0
-"""How long a process may take to write its stacks."""
+ANSWER_S = 2.0  # how long a process may take to write its stacks
 _SETTLED_S = 0.05
 
 
@@ -74,7 +73,7 @@ def process(pid: int, started: int) -> Process:
 
 def ask_all(pids_and_files: Sequence[tuple[int, int]]) -> list[str]:
     """Not collective. Return the stacks of processes (pid, descriptor), "" where none comes within ``ANSWER_S``."""
-    begins = [_size(pid, fd) for pid, fd in pids_and_files]
+    begins = [size(pid, fd) for pid, fd in pids_and_files]
     for (pid, fd), begin in zip(pids_and_files, begins, strict=True):
         if fd >= 0 and begin is not None:
             with contextlib.suppress(OSError):
@@ -82,10 +81,10 @@ def ask_all(pids_and_files: Sequence[tuple[int, int]]) -> list[str]:
     sizes, until_s, quiet_s = begins, time.monotonic() + ANSWER_S, time.monotonic()
     while time.monotonic() < until_s:
         time.sleep(0.01)
-        found = [_size(pid, fd) for pid, fd in pids_and_files]
+        found = [size(pid, fd) for pid, fd in pids_and_files]
         if found != sizes:
             sizes, quiet_s = found, time.monotonic()
-        answered = all(size is None or size != begin for size, begin in zip(sizes, begins, strict=True))
+        answered = all(now is None or now != begin for now, begin in zip(sizes, begins, strict=True))
         if answered and time.monotonic() - quiet_s > _SETTLED_S:
             break
     return [_read(pid, fd, begin) for (pid, fd), begin in zip(pids_and_files, begins, strict=True)]
@@ -99,12 +98,8 @@ def main_frames(text: str, main_thread: int) -> list[tuple[str, int, str]]:
     return [(file, int(line), function) for file, line, function in found]
 
 
-def size(fd: int) -> int:
-    """Return the bytes that SIGQUIT has written so far in this process."""
-    return os.fstat(fd).st_size if fd >= 0 else 0
-
-
-def _size(pid: int, fd: int) -> int | None:
+def size(pid: int, fd: int) -> int | None:
+    """Return the bytes that SIGQUIT has written so far in a process; None where it writes no stacks."""
     try:
         return os.stat(f"/proc/{pid}/fd/{fd}").st_size
     except OSError:

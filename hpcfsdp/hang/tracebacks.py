@@ -14,10 +14,8 @@ from hpcfsdp.text.terminal import ranks
 
 WINDOW_S = 0.6
 """How long a failed rank listens for others that have failed, too. Ranks in a collective never raise an error."""
-TOGETHER_S = 3.0
-"""How long other ranks wait for the one that prints errors of several, and that aborts the job."""
-MOST_RANKS = 128
-"""In larger jobs failed ranks send their error to rank 0 alone, not to every rank."""
+TOGETHER_S = 3.0  # how long other ranks wait for the one that prints errors of several, and that aborts the job
+MOST_RANKS = 128  # in larger jobs failed ranks send their error to rank 0 alone, not to every rank
 ENDED = "ended the job after an uncaught error"
 _MOST_HOSTS = 4
 _TAG = 2
@@ -77,10 +75,7 @@ def exchange(comm: Any, mine: UncaughtError) -> list[UncaughtError] | None:
 
 
 def merged(errors: Iterable[UncaughtError], size: int) -> str:
-    """Return one text for the errors of ranks: each different traceback once, the earliest first, with its ranks.
-
-    Further parts begin with "hpcfsdp: "; the first does not, as messages of ``departure.end_job``.
-    """
+    """Return one text for the errors of ranks: each different traceback once, the earliest first, with its ranks."""
     groups: dict[str, list[UncaughtError]] = {}
     for each in sorted(errors, key=lambda each: each.rank):
         groups.setdefault(each.stack, []).append(each)
@@ -94,7 +89,7 @@ def merged(errors: Iterable[UncaughtError], size: int) -> str:
     if len(ordered) > 1:
         first = min(ordered[0], key=lambda each: each.raised_s)
         parts.append(f"first: {who([first], size)}: {first.error}")
-    return "\nhpcfsdp: ".join(parts)
+    return "\nhpcfsdp: ".join(parts)  # ``departure.end_job`` puts it in front of the first
 
 
 def who(group: Sequence[UncaughtError], size: int) -> str:

@@ -31,19 +31,14 @@ from hpcfsdp.text import json_input
 
 log = logging.getLogger("hpcfsdp.comm")
 
-LOOK_AFTER_S = 1.0
-"""A wait of this length is a long one."""
-_LOOK_EVERY_S = (0.25, 4.0)
-"""Seconds between two polls of the store, at first and after a long time."""
-_MOST_READ = 16
-"""The number of records of missing ranks that a rank reads."""
+LOOK_AFTER_S = 1.0  # a wait of this length is a long one
+_LOOK_EVERY_S = (0.25, 4.0)  # seconds between two polls of the store, at first and after a long time
+_MOST_READ = 16  # the number of records of missing ranks that a rank reads
 _LOG_AT = (1, 3, 6, 12, 30)
 """When a wait is logged, in multiples of ``env.wait_log_s``; then after each further multiple of the last."""
-_MOST_LOGGING = 16
-"""Ranks of a group up to which each logs its waits; in larger groups the lowest waiting rank does."""
+_MOST_LOGGING = 16  # ranks of a group up to which each logs its waits; in larger groups the lowest waiting rank does
 
-Place = tuple[Any, Any]
-"""A collective: the key of its member (see ``register``), and the number of the call."""
+Place = tuple[Any, Any]  # a collective: the key of its member (see ``register``), and the number of the call
 UNKNOWN, NOTHING_YET = None, ""
 
 _MOST_BYTES = 1 << 20  # of a record
@@ -148,7 +143,6 @@ def _key(rank: int) -> str:
 
 
 def pack(mine: Waiting) -> bytes:
-    """Return a record as it is in the store."""
     return json.dumps({**vars(mine), "answers": [(rank, *answer) for rank, answer in mine.answers.items()]}).encode()
 
 
@@ -164,8 +158,7 @@ def unpack(rank: int, text: bytes) -> Waiting | None:
 
 _board = _Board()
 _serials = itertools.count(1)
-_members: dict[Any, weakref.ref[Any]] = {}
-"""The members of this process, by key."""
+_members: dict[Any, weakref.ref[Any]] = {}  # the members of this process, by key
 _raised_with: dict[int, int] = {}
 """The ranks with which this rank has raised, and the serials of their waits: their records may stay for long."""
 _made: collections.Counter[Sequence[int]] = collections.Counter()

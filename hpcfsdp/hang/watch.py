@@ -21,11 +21,9 @@ log = logging.getLogger("hpcfsdp.hang")
 _TICK_S = 1.0
 _ASK_EVERY_S = 5.0
 """How often the first rank of a node looks for requests in the folder; the others, in case it is stuck, less often."""
-_ANSWER_S = 20.0
-"""How long to wait for the answers of other nodes: longer than it takes their second rank to look."""
+_ANSWER_S = 20.0  # how long to wait for the answers of other nodes: longer than it takes their second rank to look
 
-_MOST_S = 60.0
-"""How long a report may take at most."""
+_MOST_S = 60.0  # how long a report may take at most
 
 Probe = Callable[[], tuple[float, str] | None]
 """How long, in seconds, a device has waited, and where; None if it does not."""
@@ -47,20 +45,12 @@ class Watcher:
     """Answers requests as a thread, from creation until ``close``."""
 
     def __init__(
-        self,
-        seat: Seat,
-        run_dir: Path,
-        limit_s: float,
-        *,
-        end_job: Callable[[str], Any],
-        traces: Callable[[], str] = str,
+        self, seat: Seat, run_dir: Path, limit_s: float, *, end_job: Callable[..., Any], traces: Callable[[], str] = str
     ) -> None:
-        """Not collective. Touches no disk.
+        """Not collective. Touches no disk. A wait of `limit_s` is a hang; 0: never.
 
-        Args:
-            limit_s: after which a wait is a hang; 0: never.
-            end_job: ends all processes, with a message: for waits in which the main thread does not run Python.
-            traces: what a backend knows about its collectives.
+        `end_job` ends all processes, with a message: for waits in which the main thread does not run Python. `traces`
+        returns what a backend knows about its collectives.
         """
         self.limit_s = limit_s
         self._seat, self._inquiry, self._end_job, self._traces = seat, Inquiry(run_dir), end_job, traces
@@ -69,7 +59,7 @@ class Watcher:
         self._probes: list[weakref.WeakMethod[Probe]] = []
         self._watches_devices = False
         self._fd = stacks.arm()
-        self._written = stacks.size(self._fd)
+        self._written = stacks.size(os.getpid(), self._fd)
         mine = seat.memory[self._local * events.NBYTES : (self._local + 1) * events.NBYTES]
         events.ring.move_to(mine)
         events.ring.own(os.getpid(), stacks.start_of(os.getpid()), self._fd, threading.main_thread().ident or 0)
@@ -160,7 +150,7 @@ class Watcher:
                     look_s = time.monotonic() + _ASK_EVERY_S * (1 + min(self._local, 5))
                     for request in self._inquiry.requests(self._seat.job):
                         self._answer(request)
-                written = stacks.size(self._fd)
+                written = stacks.size(os.getpid(), self._fd)
                 if written != self._written:
                     self._written = written
                     if time.time() - events.ring.asked_s > 2 * stacks.ANSWER_S:
@@ -222,8 +212,7 @@ class Watcher:
         return [answer for answer in answers if answer["job"] == self._seat.job]
 
 
-watcher: Watcher | None = None
-"""That of this process, from ``hpcfsdp.init`` to ``finalize``."""
+watcher: Watcher | None = None  # that of this process, from ``hpcfsdp.init`` to ``finalize``
 
 
 def stop() -> None:

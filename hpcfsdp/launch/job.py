@@ -18,8 +18,7 @@ from hpcfsdp.launch.topology import Topology
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-DEFAULT_TIMEOUT_S = 1800.0
-"""How long a collective waits for missing ranks."""
+DEFAULT_TIMEOUT_S = 1800.0  # how long a collective waits for missing ranks
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from hpcfsdp.text import json_input, safe_files
 log = logging.getLogger("hpcfsdp.train")
 
 NAME = "running.json"
-BEAT_S = 10.0
-"""Seconds between two touches of the file by its holder."""
+BEAT_S = 10.0  # seconds between two touches of the file by its holder
 SILENT_S = 150.0
 """A holder that does not touch the file for so long is dead. NFS clients may see a new time only after a minute."""
 LOOK_S = 1.0
@@ -43,7 +42,6 @@ class Holder:
 
     @classmethod
     def here(cls) -> Holder:
-        """Return this process as a holder."""
         job, pid, since = env.scheduler_job(), os.getpid(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
         token = secrets.token_hex(8)
         return cls(env.host_name(), pid, system(), started(pid), job.number, job.restarts, since, token)
@@ -90,9 +88,9 @@ class RunLock:
         self._removal_logged = False
 
     def acquire(self, *, by_force: bool = False) -> None:
-        """Lock the folder; create it if it is missing. May wait ``SILENT_S`` to see whether another holder runs.
+        """Lock the folder, or raise UsageError if another job holds it, unless it is taken `by_force`.
 
-        Raises UsageError if another job holds it, unless it is taken `by_force`.
+        Create it if it is missing. May wait ``SILENT_S`` to see whether another holder runs.
         """
         while not self._create():
             found = _read(self.path)

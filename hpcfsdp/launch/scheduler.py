@@ -11,8 +11,7 @@ import time
 
 from hpcfsdp import env
 
-ANSWER_S = 10.0
-"""How long a scheduler's command may take."""
+ANSWER_S = 10.0  # how long a scheduler's command may take
 
 
 def job_end() -> float | None:

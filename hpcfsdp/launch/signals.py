@@ -20,8 +20,7 @@ from hpcfsdp.errors import LaunchError
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 _END = signal.SIGRTMAX - 1
 """What a process of multiprocessing gets from its parent as SIGTERM. It is not lost behind a SIGTERM that waits."""
-_WAKE = signal.SIGRTMAX
-"""Interrupts the main thread of such a process, in which a handler is to run."""
+_WAKE = signal.SIGRTMAX  # interrupts the main thread of such a process, in which a handler is to run
 
 
 class StopSignals:
@@ -32,8 +31,7 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.received: int = 0
-        """Number of the signal, 0 before one arrives."""
+        self.received: int = 0  # number of the signal, 0 before one arrives
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:

@@ -11,11 +11,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes, in the order of their lowest rank, and for each its ranks, ascending.
-
-    Nodes may hold different numbers of ranks, and the ranks of a node need not be neighbours
-    (``srun --distribution=cyclic``).
-    """
+    """Nodes, in the order of their lowest rank, and for each its ranks, ascending, which need not be neighbours."""
 
     nodes: tuple[tuple[int, ...], ...]
 
@@ -55,7 +51,6 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """Return the number of ranks on all nodes."""
         return len(self._places)
 
     @property
@@ -82,7 +77,6 @@ class Topology:
         return self._places[rank][1]
 
     def node_of(self, rank: int) -> tuple[int, ...]:
-        """Return all ranks on the node of `rank`."""
         return self.nodes[self._places[rank][0]]
 
     def proxy(self, rank: int, node: int) -> int:

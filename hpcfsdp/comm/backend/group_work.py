@@ -25,27 +25,18 @@ _OPS = {name: getattr(dist.ReduceOp, {"average": "AVG"}.get(name, name.upper()))
 class GroupWork(_compat.Work):
     """A collective of a process group in progress.
 
-    Attributes:
-        inputs, outputs: tensors for MPI: the caller's own if on the CPU and contiguous, copies of others.
-        op: the reduction in terms of ``Communicator``.
+    MPI reads and writes `inputs` and `outputs`: the caller's own if on the CPU and contiguous, copies of others. `op`
+    is the reduction in terms of ``Communicator``.
     """
 
     @_compat.outside_of_modes
     def __init__(
-        self,
-        inputs: Tensors = (),
-        outputs: Tensors = (),
-        *,
-        in_place: bool = False,
-        op: Any = None,
-        ordered: bool = True,
+        self, inputs: Tensors = (), outputs: Tensors = (), in_place: bool = False, op: Any = None, ordered: bool = True
     ) -> None:
-        """
-        Args:
-            in_place: the outputs are inputs, too.
-            op: torch's reduction.
-            ordered: complete earlier collectives on the same memory first, also if no caller waits for them, as NCCL
-                does. Not for messages between two ranks: a receive may wait for a later send of this rank.
+        """Prepare the tensors for torch's `op`. If `in_place` the outputs are inputs, too.
+
+        If `ordered`, complete earlier collectives on the same memory first, also if no caller waits for them, as NCCL
+        does. Not for messages between two ranks: a receive may wait for a later send of this rank.
         """
         super().__init__()
         self.timeout_s: float | None = None  # None: that of the group
@@ -132,8 +123,7 @@ class GroupWork(_compat.Work):
         return future
 
 
-_unfinished: list[GroupWork] = []
-"""Collectives whose results no caller has waited for."""
+_unfinished: list[GroupWork] = []  # collectives whose results no caller has waited for
 
 
 def _forget(work: GroupWork) -> None:

@@ -88,7 +88,7 @@ def _create_group(options: Any, topology: Topology | None) -> MpiProcessGroup:
 
 
 class MemberRendezvous:
-    """The members of a new group, which register in torch's store. A ``Condition`` and an ``Owner`` of progress.py.
+    """The members of a new group, which register in torch's store. A ``Condition`` of progress.py, and an owner.
 
     The first rank that knows the outcome stores it. It holds for all ranks, also for those that come later.
     """
@@ -162,11 +162,7 @@ def is_mpi_group(group: Any) -> TypeGuard[MpiProcessGroup]:
 
 
 class MpiProcessGroup(dist.ProcessGroup):
-    """A process group of torch.distributed over MPI.
-
-    Attributes:
-        communicator: executes its collectives; hpcfsdp's own code uses it directly.
-    """
+    """A process group of torch.distributed over MPI. hpcfsdp's own code uses its `communicator` directly."""
 
     def __init__(self, communicator: MpiCommunicator) -> None:
         super().__init__(communicator.rank, communicator.size)

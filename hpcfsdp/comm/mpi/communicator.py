@@ -19,7 +19,7 @@ from torch import Tensor
 from hpcfsdp import _compat
 from hpcfsdp.comm.communicator import Communicator, Work, check_list, check_peer, check_same_numel, describe
 from hpcfsdp.comm.mpi import exchange, shared, staged
-from hpcfsdp.comm.mpi.messages import MessageMatcher, Mismatches, MpiCall, Requests
+from hpcfsdp.comm.mpi.messages import MessageMatcher, MpiCall, Requests
 from hpcfsdp.comm.mpi.node_memory import NodeMemory, memory_at, memory_bytes, share
 from hpcfsdp.comm.mpi.shared import NodeView
 from hpcfsdp.comm.progress import Running, Steps, complete, run
@@ -34,10 +34,8 @@ _TAGS = 1 << 13
 _TAG_MISMATCH = _TAGS
 _TAG_SUBGROUP = _TAGS + 1
 _TAG_USER = _TAGS + 2
-_BARRIER = "barrier: "
-"""The beginning of the labels of ``labelled_barrier``."""
-_STORED_LABELS = 128
-"""Calls whose labels are stored."""
+_BARRIER = "barrier: "  # the beginning of the labels of ``labelled_barrier``
+_STORED_LABELS = 128  # calls whose labels are stored
 
 
 class MpiCommunicator(Communicator):
@@ -75,9 +73,8 @@ class MpiCommunicator(Communicator):
         self.shares_gathered = self.topology.num_nodes == 1 and self.size > 1
         self.shares_memory = any(len(node) > 1 for node in self.topology.nodes)
         self.spans_nodes = self.topology.num_nodes > 1
-        self._matcher = MessageMatcher(comm, Mismatches(comm, _TAG_MISMATCH))
-        self.calls = 0
-        """Collectives that this rank has begun, the same number on all ranks."""
+        self._matcher = MessageMatcher(comm, _TAG_MISMATCH)
+        self.calls = 0  # collectives that this rank has begun, the same number on all ranks
         self._labels: list[str | None] = [None] * _STORED_LABELS  # of the last calls
         members, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
         self.world_ranks = tuple(MPI.Group.Translate_ranks(members, range(comm.size), world))
@@ -232,7 +229,7 @@ class MpiCommunicator(Communicator):
     ) -> tuple[Requests, Running | None]:
         """Not collective. Receive a tensor that rank `src` (None: any) sends with the same tag.
 
-        Returns the requests, with the sender as their `source`, and the work.
+        Return the requests, with the sender as their `source`, and the work.
         """
         label = f"recv from {'any rank' if src is None else src} of {describe(tensor)}"
         self._check(label, written=[tensor])
@@ -328,7 +325,6 @@ class MpiCommunicator(Communicator):
         return self._labels[number % _STORED_LABELS] if number > self.calls - _STORED_LABELS else None
 
     def _message(self, label: str, tag: int, tensor: Tensor) -> MpiCall:
-        """Make the call of a message between two ranks."""
         limit = self.comm.Get_attr(MPI.TAG_UB) - _TAG_USER
         if not 0 <= tag <= limit:
             raise CommunicationError(f"{label} on rank {self.rank}: tag {tag} is not in 0 to {limit}")
@@ -378,13 +374,11 @@ class MpiCommunicator(Communicator):
 
 
 def _after_comparison(call: MpiCall, steps: Steps) -> Steps:
-    """Compare the calls of all ranks, then take the steps."""
     yield from exchange.wait_for(call, range(call.size))
     yield from steps
 
 
-_process = os.getpid()
-"""The process that may have started MPI: one that was forked from it cannot use MPI."""
+_process = os.getpid()  # the process that may have started MPI: one that was forked from it cannot use MPI
 
 
 def _at(tensor: Tensor, memory: NodeMemory) -> str:

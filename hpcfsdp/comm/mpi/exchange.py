@@ -28,8 +28,7 @@ _ROUND_BYTES = 1 << 17
 """Bytes of one rank's piece up to which many messages cost more than to pass bytes on, or add them, in rounds."""
 _SMALL_BYTES = 1 << 16
 """Bytes up to which a reduction is cheapest as one round of messages, with everything summed where it arrives."""
-_CHUNK_BYTES = 1 << 20
-"""Messages of a large reduction: what arrives is still in the cache when it is added."""
+_CHUNK_BYTES = 1 << 20  # messages of a large reduction: what arrives is still in the cache when it is added
 
 
 def all_to_all(call: MpiCall, outputs: OptionalTensors, inputs: OptionalTensors) -> Steps:
@@ -87,7 +86,6 @@ def broadcast(call: MpiCall, tensor: Tensor, src: int) -> Steps:
 
 
 def barrier(call: MpiCall) -> Steps:
-    """Wait for all ranks."""
     if call.size <= _MOST_PAIRS:
         yield from wait_for(call, range(call.size))
     else:

@@ -36,12 +36,9 @@ _INLINE_BYTES = 1 << 13
 _PART_BYTES = 1 << 26
 """Longer messages are sent in parts: a message of MPI has fewer than 2**31 elements, and this rank receives a part that
 fits nowhere into scratch memory of its size."""
-_KEPT = 16
-"""Mismatches that are stored: this rank may come to the call later than the rank that found it."""
-_POLLED_RECEIVES = 8
-"""Incomplete receives that a rank polls at a time."""
-_POLLED_MISMATCHES = 64
-"""Polls in vain after which a rank asks whether another one has found a mismatch in its call."""
+_KEPT = 16  # mismatches that are stored: this rank may come to the call later than the rank that found it
+_POLLED_RECEIVES = 8  # incomplete receives that a rank polls at a time
+_POLLED_MISMATCHES = 64  # polls in vain after which a rank asks whether another one has found a mismatch in its call
 
 abandoned: list[Any] = []
 """Requests that a failed collective left pending, with their tensors: MPI may use these until the program ends."""
@@ -66,19 +63,14 @@ def _hash(compared: str) -> int:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A message that does not fit the call of the rank that received it.
-
-    Attributes:
-        mine, theirs: the calls of the two.
-        text: what is wrong, if their calls are the same.
-    """
+    """A message that does not fit the call of the rank that received it."""
 
     sequence: int  # the number of the collective, the same on all ranks; 0 for none
     rank: int
     peer: int  # which sent it
-    mine: str
+    mine: str  # the calls of the two
     theirs: str
-    text: str = ""
+    text: str = ""  # what is wrong, if their calls are the same
 
 
 class MpiCall:
@@ -107,10 +99,8 @@ class MpiCall:
             within: the label with the public call that this rank is in. That of other ranks may differ: a rank that has
                 no more data takes part in the collectives of a backward without having one.
         """
-        self.rank = matcher.rank
-        self.size = matcher.size
+        self.matcher, self.rank, self.size = matcher, matcher.rank, matcher.size
         self.ranks: Sequence[int] = range(matcher.size)
-        self.matcher = matcher
         self.label = within or label
         self.tag = tag
         self.sequence = sequence
@@ -126,7 +116,6 @@ class MpiCall:
         return part
 
     def header(self, nbytes: int) -> bytes:
-        """Return the header of a tensor of `nbytes` bytes."""
         return _NUMBERS.pack(self.sequence, nbytes, self._hash) + self._encoded
 
     def find_mismatch(self, header: bytes, nbytes: int, peer: int) -> Mismatch | None:
@@ -151,13 +140,12 @@ class MpiCall:
         """Raise the mismatch that another rank has found in this collective. Receives after many `polls` alone."""
         if self.sequence:
             if polls % _POLLED_MISMATCHES == 0:
-                self.matcher.mismatches.receive()
-            mismatch = self.matcher.mismatches.known.get(self.sequence)
+                self.matcher.receive_mismatches()
+            mismatch = self.matcher.mismatches.get(self.sequence)
             if mismatch is not None:
                 raise self.error(mismatch)
 
     def error(self, mismatch: Mismatch) -> CommunicationError:
-        """Return the error that this rank raises about a mismatch."""
         rank, mine = self.matcher.rank, decode_label(self._encoded)
         if mismatch.text:
             where = "" if rank == mismatch.rank else f"failed on rank {mismatch.rank}: "
@@ -258,16 +246,18 @@ class _TagQueue:
 class MessageMatcher:
     """Matches the messages of one communicator as MPI does: the first of each source and tag to the first receive.
 
-    Attributes:
-        is_clean: whether no posted receive has been cancelled. Later messages for it would reach another communicator,
-            if MPI reused the context of this one.
+    A rank sends the mismatches that it finds to all others, with a tag of their own.
     """
 
-    def __init__(self, comm: MPI.Intracomm, mismatches: Mismatches) -> None:
-        self.mismatches = mismatches
+    def __init__(self, comm: MPI.Intracomm, mismatch_tag: int) -> None:
         self.rank: int = comm.rank
         self.size: int = comm.size
+        self.mismatches: dict[int, Mismatch] = {}  # that other ranks have found, by the number of the collective
+        # Whether no posted receive has been cancelled: later messages for it would reach another communicator, if MPI
+        # reused the context of this one.
         self.is_clean = True
+        self._mismatch_tag = mismatch_tag
+        self._announced: list[MPI.Request] = []
         self._comm = comm
         self._status = MPI.Status()
         self._queues: dict[int, _TagQueue] = {}  # by tag
@@ -312,6 +302,21 @@ class MessageMatcher:
         receive.abandon()
         self._cancelled.append(receive)
 
+    def announce(self, mismatch: Mismatch) -> None:
+        with self._lock:
+            self._announced = [request for request in self._announced if not request.Test()]
+            for step in range(1, self.size):
+                peer = (self.rank + step) % self.size
+                self._announced.append(self._comm.isend(mismatch, dest=peer, tag=self._mismatch_tag))
+
+    def receive_mismatches(self) -> None:
+        with self._lock:
+            while (message := self._comm.improbe(tag=self._mismatch_tag)) is not None:
+                mismatch = message.recv()
+                self.mismatches[mismatch.sequence] = mismatch
+            for sequence in sorted(self.mismatches)[:-_KEPT]:
+                del self.mismatches[sequence]
+
     def _match(self, receive: Receive, queue: _TagQueue) -> None:
         tag = receive.call.tag
         while not receive.is_matched:
@@ -353,37 +358,6 @@ class MessageMatcher:
     def _close(self, tag: int, queue: _TagQueue) -> None:
         if not queue.posted and not queue.begun:
             self._queues.pop(tag, None)
-
-
-class Mismatches:
-    """The mismatches in the collectives of one communicator. A rank sends those that it finds to all others.
-
-    Nothing else uses their `tag`.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, tag: int) -> None:
-        self.known: dict[int, Mismatch] = {}  # those that other ranks have found, by the number of the collective
-        self._comm = comm
-        self._tag = tag
-        self._requests: list[MPI.Request] = []
-        self._lock = threading.Lock()  # collectives of one communicator may advance on two threads
-
-    def announce(self, mismatch: Mismatch) -> None:
-        """Send a mismatch to all other ranks."""
-        with self._lock:
-            self._requests = [request for request in self._requests if not request.Test()]
-            for step in range(1, self._comm.size):
-                peer = (self._comm.rank + step) % self._comm.size
-                self._requests.append(self._comm.isend(mismatch, dest=peer, tag=self._tag))
-
-    def receive(self) -> None:
-        """Receive the mismatches that other ranks have announced."""
-        with self._lock:
-            while (message := self._comm.improbe(tag=self._tag)) is not None:
-                mismatch = message.recv()
-                self.known[mismatch.sequence] = mismatch
-            for sequence in sorted(self.known)[:-_KEPT]:
-                del self.known[sequence]
 
 
 class Requests:
@@ -446,7 +420,6 @@ class Requests:
         return sorted(unsent.union(rank for rank in awaited if rank is not None))
 
     def _test(self) -> bool:
-        """Return whether all requests are complete."""
         misses = 0
         while misses < min(len(self._receives), _POLLED_RECEIVES):
             receive = self._receives[0]
@@ -460,7 +433,7 @@ class Requests:
                 self._mismatch = self._mismatch or receive.mismatch
                 if receive.mismatch.sequence:
                     self.cancel()
-                    self._matcher.mismatches.announce(receive.mismatch)
+                    self._matcher.announce(receive.mismatch)
         if self._receives:
             return False
         while self._sends:  # any test advances all messages, so one at a time is enough
@@ -474,9 +447,8 @@ class UnlessFailed:
     """A ``Condition`` that also raises where the call has failed on another rank. See ``MpiCall.check_mismatches``."""
 
     def __init__(self, call: MpiCall, condition: Condition) -> None:
-        self._call = call
-        self._condition = condition
-        self._polls = 0
+        self._call, self._condition, self._polls = call, condition, 0
+        self.missing = condition.missing
 
     def holds(self) -> bool:
         if self._condition.holds():
@@ -484,6 +456,3 @@ class UnlessFailed:
         self._polls += 1
         self._call.check_mismatches(self._polls)
         return False
-
-    def missing(self) -> Sequence[int]:
-        return self._condition.missing()

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 ARRIVED, DONE = 0, 1
 """Counters of a rank: operations that it has entered (its contribution is written), and left (it reads no more)."""
 
-_LINE = 256
-"""Bytes of flags for each rank, a multiple of the cache line: two counters, then two labels."""
+_LINE = 256  # bytes of flags for each rank, a multiple of the cache line: two counters, then two labels
 _COUNTERS = 16
 _LABEL_BYTES = (_LINE - _COUNTERS) // 2
 _ALIGNMENT = 4096
@@ -58,15 +57,14 @@ def share(node: MPI.Intracomm, nbytes: int) -> Tensor:
     """
     if node.size == 1:
         return torch.zeros(nbytes, dtype=torch.uint8)
-    unnamed, first = _map_together(node, nbytes, open_unnamed)
-    if unnamed is not None:
-        return unnamed
-    named, second = _map_together(node, nbytes, _open_named)
-    if named is None:
+    memory, first = _map_together(node, nbytes, open_unnamed)
+    if memory is None:
+        memory, second = _map_together(node, nbytes, _open_named)
+    if memory is None:
         raise CommunicationError(
             f"{nbytes} bytes of memory could not be shared on this node: {first}; with a file in /dev/shm: {second}"
         )
-    return named
+    return memory
 
 
 def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[Tensor | None, str | None]:
@@ -97,7 +95,6 @@ def _map_together(node: Any, nbytes: int, opener: Any) -> tuple[Tensor | None, s
 
 
 def identity(fd: int) -> tuple[int, int]:
-    """Return what identifies an open file."""
     found = os.fstat(fd)
     return found.st_ino, found.st_dev
 
@@ -149,24 +146,15 @@ def memory_bytes(ranks: int, nbytes: int, *, gathered: bool) -> int:
 
 
 class NodeMemory:
-    """Shared memory for collectives: flags, and either one region for all ranks of the node or one for each.
-
-    Attributes:
-        gathered: whether there is one region for all.
-        regions: for each rank of the node, in order, its memory as a 1-D tensor; the same one if `gathered`.
-        mine: the region of this rank.
-        address: that of the storage of every tensor on the memory.
-        epoch: operations begun on this memory, the same number on all ranks.
-        is_busy: whether one of them is in progress.
-    """
+    """Shared memory for collectives: flags, and one region for each rank of the node, or if `gathered` one for all."""
 
     def __init__(
         self, shared: Tensor, place: int, ranks: Sequence[int], numel: int, dtype: torch.dtype, *, gathered: bool
     ) -> None:
         """`ranks`, of which this is number `place`, share ``memory_bytes`` zero bytes. Messages name them so."""
         self.gathered = gathered
-        self.epoch = 0
-        self.is_busy = False
+        self.epoch = 0  # operations begun on this memory, the same number on all ranks
+        self.is_busy = False  # one of them is in progress
         self._ranks = tuple(ranks)
         self._mine = place
         self._peers = tuple(other for other in range(len(ranks)) if other != place)
@@ -174,9 +162,10 @@ class NodeMemory:
         self._flags = memoryview(shared[:flag_bytes].numpy())
         self._counters = self._flags.cast("q")
         begins = [flag_bytes + (0 if gathered else region_bytes * other) for other in range(len(ranks))]
+        # For each rank of the node, in order, its memory as a 1-D tensor.
         self.regions = tuple(shared[begin : begin + numel * dtype.itemsize].view(dtype) for begin in begins)
         self.mine = self.regions[place]
-        self.address = self.mine.untyped_storage().data_ptr()
+        self.address = self.mine.untyped_storage().data_ptr()  # that of every tensor on the memory
         if numel:
             _alive[self.address] = self
 
@@ -221,10 +210,7 @@ class PeersReached:
     """Holds when a counter of every peer has reached an operation. A ``Condition`` of progress.py."""
 
     def __init__(self, memory: NodeMemory, counter: int, epoch: int, *, compare: bool) -> None:
-        self._memory = memory
-        self._counter = counter
-        self._epoch = epoch
-        self._compare = compare
+        self._memory, self._counter, self._epoch, self._compare = memory, counter, epoch, compare
         self._awaited = list(memory._peers)
 
     def holds(self) -> bool:

@@ -22,14 +22,11 @@ from hpcfsdp.comm.reduce import Reduction, Tensors, reduce_into
 
 _PART_BYTES = 1 << 22
 """Bytes of a part. Smaller parts mean more meetings of ranks, and larger ones leave the cache before they are read."""
-_MOST_BYTES = 1 << 27
-"""Bytes of the parts of all ranks of a node together: one with many ranks has smaller parts."""
-_PARTS = 3
-"""Parts in a region, used in turn: one is filled and one read while one is reduced."""
+_MOST_BYTES = 1 << 27  # bytes of the parts of all ranks of a node together: one with many ranks has smaller parts
+_PARTS = 3  # parts in a region, used in turn: one is filled and one read while one is reduced
 _LEAST_BYTES = 1 << 18
 _PATH_BYTES = 256
-_EPOCHS = 1 << 24
-"""Epochs of the memory in one call, more than any tensor has parts."""
+_EPOCHS = 1 << 24  # epochs of the memory in one call, more than any tensor has parts
 
 
 class StagingMemory:
