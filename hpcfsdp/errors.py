@@ -31,6 +31,11 @@ class HpcfsdpError(RuntimeError):
         self.kind = kind
         return self
 
+    def on_all_ranks(self: _Error) -> _Error:
+        """Return this error, which every rank raises at the same place."""
+        self.raised_on_all_ranks = True
+        return self
+
     def __str__(self) -> str:
         return shown_lines(super().__str__())
 

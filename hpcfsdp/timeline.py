@@ -5,8 +5,6 @@ one global. On the CPU a time is the host's clock. On an accelerator it is an ev
 is complete: nothing waits for the device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

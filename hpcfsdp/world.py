@@ -307,10 +307,10 @@ def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
     if not together.is_same(job.comm, mine):
         everyone = job.comm.allgather((env.host_name(), mine))
         rank, (host, theirs) = next((r, other) for r, other in enumerate(everyone) if other[1] != everyone[0][1])
-        raise together.error_of_all(
+        raise LaunchError(
             f"ranks differ in (backend, timeout_s, split_nodes, device, registered memory): rank 0 on "
             f"{everyone[0][0]} has {everyone[0][1]}, rank {rank} on {host} has {theirs}"
-        )
+        ).on_all_ranks()
     together.compare_versions(job.comm)
     return topology, chosen
 

@@ -1,7 +1,5 @@
 """Agreement between ranks: all raise an error of one, and compare values that must be equal."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,8 +71,7 @@ def _received(rank: int, kind: str, message: str, named: bool) -> Exception:
     error = rebuild(kind, f"{who}{message}")
     if type(error) is HpcfsdpError and kind != HpcfsdpError.__name__:
         error = HpcfsdpError(f"{who}{kind}: {message}")
-    error.raised_on_all_ranks = True
-    return error
+    return error.on_all_ranks()
 
 
 @contextlib.contextmanager
@@ -91,6 +88,5 @@ def assert_same(comm: Communicator, value: Any, what: str) -> None:
     values = comm.all_gather_object(value)
     for rank, other in enumerate(values):
         if other != values[0]:
-            error = DisagreementError(f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {other}")
-            error.raised_on_all_ranks = True
-            raise error
+            text = f"{what} differs between ranks: rank 0 has {values[0]}, rank {rank} has {other}"
+            raise DisagreementError(text).on_all_ranks()

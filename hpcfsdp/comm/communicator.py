@@ -1,7 +1,5 @@
 """The interface that the engine and the checkpoints use, and the checks of arguments that all transports share."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -204,7 +202,7 @@ class Communicator:
         check_peer("broadcast_object", self, src)
         return self._broadcast_object(value, src)
 
-    def subgroup(self, ranks: Sequence[int]) -> Communicator:
+    def subgroup(self, ranks: Sequence[int]) -> "Communicator":
         """Return a communicator of these. Collective over `ranks`, ascending ranks of this communicator."""
         members = list(ranks)
         if self.rank not in members or members != sorted(set(members) & set(range(self.size))):
@@ -232,7 +230,7 @@ class Communicator:
     _labelled_barrier: Callable[[str, bool], bool]
     _all_gather_object: Callable[[Any], list[Any]]
     _broadcast_object: Callable[[Any, int], Any]
-    _subgroup: Callable[[list[int]], Communicator]
+    _subgroup: Callable[[list[int]], "Communicator"]
 
     def _alloc(self, numel: int, dtype: torch.dtype, gathered: bool) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -277,7 +275,7 @@ class Grid:
     Rank 0 is rank 0 of both, and `inner` ranks are consecutive.
     """
 
-    def __init__(self, inner: Communicator | Grid, outer: Communicator) -> None:
+    def __init__(self, inner: "Communicator | Grid", outer: Communicator) -> None:
         self._inner, self._outer = inner, outer
         self.rank = outer.rank * inner.size + inner.rank
         self.size = inner.size * outer.size

@@ -1,7 +1,5 @@
 """Collectives of one process that stands for many: for planning, for tests, and for a program of a single process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -63,7 +61,7 @@ class FakeCommunicator(Communicator):
                     raise CommunicationError(f"{label} on rank {self.rank}: {what}")
                 output.detach().view(-1).copy_(given.detach().view(-1))
 
-    def _subgroup(self, ranks: list[int]) -> FakeCommunicator:
+    def _subgroup(self, ranks: list[int]) -> "FakeCommunicator":
         topology = self.topology.restrict(ranks)
         return FakeCommunicator(ranks.index(self.rank), len(ranks), topology=topology, device=self.device)
 

@@ -1,7 +1,5 @@
 """Meshes of ranks that follow the nodes: planned from a ``Topology``, made as torch's ``DeviceMesh``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod

@@ -5,8 +5,6 @@ for one collective advances all others that this process has begun, so they neve
 inside of MPI: the loop handles signals and timeouts at once.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import logging
@@ -14,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,21 +32,15 @@ _THREAD_SLEEP_S = 0.0001
 """Sleep of the thread: a link of 10 GB/s moves 1 MB meanwhile, less than a network's buffers hold."""
 
 
-class Condition(Protocol):
-    """The condition that a collective waits for."""
+class Condition(NamedTuple):
+    """The condition that a collective waits for: this, or an object with two such methods."""
 
-    def holds(self) -> bool:
-        """Return whether the wait is over. Raises the error that ends it."""
-
-    def missing(self) -> Sequence[int]:
-        """Return the ranks that have not arrived yet."""
+    holds: Callable[[], bool]  # returns whether the wait is over, or raises the error that ends it
+    missing: Callable[[], Sequence[int]]  # returns the ranks that have not arrived yet
 
 
-class Sent:
+class Sent(Condition):
     """The last ``Condition`` of a collective that has written its outputs: that others have read its inputs."""
-
-    def __init__(self, sends: Condition) -> None:
-        self.holds, self.missing = sends.holds, sends.missing
 
 
 Steps = Generator[Condition, None, None]

@@ -1,7 +1,5 @@
 """The arithmetic of reductions on this rank, for every dtype and operation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,35 +14,19 @@ _CHUNK_NUMEL = 1 << 17
 """Elements reduced at a time on a CPU where that takes several steps. The running total stays in the core's own cache
 while the sources are added to it (512 KiB of float32)."""
 
-_COMBINE = {
-    "sum": torch.add,
-    "average": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
+_COMBINE = {"sum": torch.add, "average": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
+_COMBINE |= {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 # A sum of bools is true if any is true, as with torch's other backends; adding bytes would wrap around.
-_COMBINE_BOOL = _COMBINE | {
-    "sum": torch.bitwise_or,
-    "max": torch.bitwise_or,
-    "product": torch.bitwise_and,
-    "min": torch.bitwise_and,
-}
+_COMBINE_BOOL = _COMBINE | dict.fromkeys(("sum", "max"), torch.bitwise_or)
+_COMBINE_BOOL |= dict.fromkeys(("product", "min"), torch.bitwise_and)
 
 _NARROW = {
     *(torch.float16, torch.bfloat16),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 }
 # torch has these dtypes but hardly any arithmetic for them; wider signed ones wrap around to the same bits.
-_WITHOUT_ARITHMETIC = {
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
-    torch.complex32: torch.complex64,
-}
+_WITHOUT_ARITHMETIC = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+_WITHOUT_ARITHMETIC[torch.complex32] = torch.complex64
 
 
 def accumulate_dtype(dtype: torch.dtype, op: str = "sum") -> torch.dtype:

@@ -28,13 +28,8 @@ log = logging.getLogger("hpcfsdp.comm")
 _NATIVE_DTYPES = {torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8}
 """The dtypes that all backends reduce themselves. Values of others are moved as bytes and reduced here."""
 
-_NATIVE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "average": dist.ReduceOp.SUM,  # not every backend has an average of its own
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
+_NATIVE_OPS = {name: getattr(dist.ReduceOp, name.upper()) for name in ("sum", "product", "min", "max")}
+_NATIVE_OPS["average"] = dist.ReduceOp.SUM  # not every backend has an average of its own
 
 
 class TorchGroupCommunicator(Communicator):

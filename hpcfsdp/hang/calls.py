@@ -3,8 +3,6 @@
 Of nested calls the outermost counts: the user has made it.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading
@@ -48,17 +46,11 @@ def public_call(name: str) -> Callable[[Function], Function]:
     """Decorate a public function, which messages call `name`. Each step of a generator is such a call."""
 
     def decorate(function: Function) -> Function:
-        if inspect.isgeneratorfunction(function):
-
-            @functools.wraps(function)
-            def start(*args: Any, **kwargs: Any) -> _Steps:
-                return _Steps(name, function(*args, **kwargs))
-
-            return start  # type: ignore[return-value]
+        has_steps = inspect.isgeneratorfunction(function)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return _call(name, function, *args, **kwargs)
+            return _Steps(name, function(*args, **kwargs)) if has_steps else _call(name, function, *args, **kwargs)
 
         return call  # type: ignore[return-value]
 

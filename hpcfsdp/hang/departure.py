@@ -13,8 +13,6 @@
   which would wait for the launcher.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -51,11 +49,11 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 _OPEN_MPI_LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")
 """Names of the processes that start ranks, in versions 5 and 4."""
 
-_departures: Departures | None = None  # None in a job of one rank
+_departures: "Departures | None" = None  # None in a job of one rank
 _process = 0  # the process that is a rank, and not one that was forked from it
 _watching = _parent = 0
 """The process that watches its launcher, and the launcher's process; a forked child does not watch."""
-_last: weakref.ref[_Exit] | None = None
+_last: "weakref.ref[_Exit] | None" = None
 _code: int = 0  # the error code of this process; 0 if it exits without an error, or if the code is not known
 is_clean = False  # whether all ranks have finished their collectives: each may exit as it likes
 

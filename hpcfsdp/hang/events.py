@@ -4,8 +4,6 @@ The memory is one that the node shares: it can be read while the rank is stuck i
 Writing an event takes under a microsecond and no lock; a reader may see one that is half written, and drops it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import struct

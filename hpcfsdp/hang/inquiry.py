@@ -6,8 +6,6 @@ knows of its node. Who has asked writes the report, and removes the rest. Others
 a run: only files of this user or of root count, in a folder of this user or of root.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -88,12 +86,10 @@ class Inquiry:
         try:
             with safe_files.own_folder(self.folder) as folder:
                 return self._requests(folder, job)
-        except FileNotFoundError:
-            return []
         except OSError as error:
-            if not self._has_warned:
+            if not self._has_warned and not isinstance(error, FileNotFoundError):
+                self._has_warned = True
                 log.warning("%s: questions there are not answered: %s", self.folder, error.strerror)
-            self._has_warned = True
             return []
 
     def claim(self, request: HangRequest, job: str, node: int) -> bool:

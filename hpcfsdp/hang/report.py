@@ -1,7 +1,5 @@
 """The report about a job that hangs, from what each node has answered: pure functions of these answers."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import defaultdict
@@ -13,15 +11,8 @@ from hpcfsdp.text import json_input
 from hpcfsdp.text.terminal import ranks as named, shown_lines
 
 SHOWN_EVENTS = 20
-_STATES = {
-    "R": "runs",
-    "S": "sleeps",
-    "D": "waits in the kernel",
-    "T": "is stopped (SIGSTOP, or a debugger)",
-    "t": "is stopped by a debugger",
-    "Z": "has ended",
-    "": "has ended",
-}
+_STATES = {"R": "runs", "S": "sleeps", "D": "waits in the kernel", "Z": "has ended", "": "has ended"}
+_STATES |= {"T": "is stopped (SIGSTOP, or a debugger)", "t": "is stopped by a debugger"}
 _BYTES_OF = {"64": 8, "32": 4, "16": 2, "8": 1, "128": 16}
 _OWN_FOLDERS = re.compile(r"/(?:site-packages|dist-packages|hpcfsdp)/|/lib/python3|^<")
 _JOB = re.compile(r"[\w.-]{1,200}")

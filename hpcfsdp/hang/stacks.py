@@ -4,8 +4,6 @@ A process registers a file without a name for SIGQUIT. Processes of the same use
 through ``/proc``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

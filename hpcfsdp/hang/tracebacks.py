@@ -1,7 +1,5 @@
 """The tracebacks of ranks that fail at about the same time: one rank gets them all, and prints equal ones once."""
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections.abc import Iterable, Sequence

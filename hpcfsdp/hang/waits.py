@@ -9,8 +9,6 @@ to wait for one of them later raises, too.
 A thread accesses the store: the store may not answer, and a wait must handle signals and timeouts all the same.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import hashlib
@@ -187,11 +185,8 @@ def same_call(gathered: Sequence[tuple[str, Any]]) -> list[Any]:
     for rank, (call, _) in enumerate(gathered):
         if call != gathered[0][0]:
             first, other = (each or "no call of hpcfsdp" for each in (gathered[0][0], call))
-            error = DifferentCallsError(
-                f"rank 0 is in {first}, rank {rank} in {other}: all ranks must make the same calls in the same order"
-            )
-            error.raised_on_all_ranks = True
-            raise error
+            text = f"rank 0 is in {first}, rank {rank} in {other}: all ranks must make the same calls in the same order"
+            raise DifferentCallsError(text).on_all_ranks()
     return [value for _, value in gathered]
 
 

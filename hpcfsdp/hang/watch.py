@@ -1,7 +1,5 @@
 """The thread of a rank that answers for its node when a job hangs, and the report that a waiting rank asks for."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -100,13 +98,12 @@ class Watcher:
         return found[0] if found else None
 
     def _explain(self, reason: str, anew: bool) -> Path | None:
-        seat, mine = self._seat, None
+        seat, is_new = self._seat, False
         try:
             written = None if anew else self._inquiry.latest_report(seat.job, time.time() - _ANSWER_S)
             if written is not None:
                 return written
             request, is_new = self._inquiry.ask(seat.job, f"rank {seat.rank} {reason}")
-            mine = request if is_new else None
             path = self._inquiry.report_path(request, seat.job)
             self._answer(request)
             until_s = time.monotonic() + _ANSWER_S
@@ -127,14 +124,12 @@ class Watcher:
             return path if path.exists() else None
         except OSError as error:
             log.error("a report about a hang cannot be written to %s: %s", self._inquiry.folder, error)
-            return None
         except Exception:  # whatever it is, the wait that asked must end
             log.exception("a report about a hang could not be made")
-            return None
         finally:
-            if mine is not None:
-                with contextlib.suppress(OSError):
-                    self._inquiry.close(mine)
+            if is_new:
+                self._inquiry.close(request)
+        return None
 
     def _trace(self) -> str:
         try:
@@ -193,10 +188,7 @@ class Watcher:
         texts = stacks.ask_all(pids)
         ranks = [
             {
-                "rank": rank,
-                "host": seat.host,
-                "pid": record.pid,
-                "main_thread": record.main_thread,
+                **{"rank": rank, "host": seat.host, "pid": record.pid, "main_thread": record.main_thread},
                 **asdict(process),
                 "wait": None if record.wait is None else asdict(record.wait),
                 "events": [asdict(event) for event in record.events[-report.SHOWN_EVENTS * 4 :]],

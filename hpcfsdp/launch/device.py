@@ -1,7 +1,5 @@
 """The device and the number of threads of a rank."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A lock on a run's folder: a file names the training that holds it, and shows that the training still runs."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -41,12 +39,12 @@ class Holder:
     token: str  # unique for this holder
 
     @classmethod
-    def here(cls) -> Holder:
+    def here(cls) -> "Holder":
         job, pid, since = env.scheduler_job(), os.getpid(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
         token = secrets.token_hex(8)
         return cls(env.host_name(), pid, system(), started(pid), job.number, job.restarts, since, token)
 
-    def is_alive(self, observer: Holder) -> bool | None:
+    def is_alive(self, observer: "Holder") -> bool | None:
         """Return whether this process runs; None if `observer`, the current process, cannot see that."""
         if self.job and self.job == observer.job and self.restart != observer.restart:
             return False  # the scheduler has ended it, and requeued the job

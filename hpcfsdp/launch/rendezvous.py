@@ -1,7 +1,5 @@
 """torch's store on a free port of rank 0. The ranks exchange address and port over MPI."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import ipaddress
@@ -9,8 +7,9 @@ import socket
 from typing import Any
 
 from hpcfsdp import env
+from hpcfsdp.errors import LaunchError
 from hpcfsdp.launch.job import current_job
-from hpcfsdp.launch.together import error_of_all, minima
+from hpcfsdp.launch.together import minima
 
 PROBE_TIMEOUT_S = 3.0
 
@@ -45,10 +44,10 @@ def first_reached_by_all(candidates: list[str], port: int, comm: Any, *, probes:
     reaches_some = any(reached) or not candidates
     blind = [who for who in comm.allgather(None if reaches_some else f"{comm.rank} on {env.host_name()}") if who]
     listed = ", ".join(blind) or "none, but no single address serves all"
-    raise error_of_all(
+    raise LaunchError(
         f"no address of rank 0's host ({', '.join(candidates) or 'it has none besides loopback'}; port {port}) is "
         f"reached from every node; ranks that reach none of them: {listed}. Allow TCP between the nodes"
-    )
+    ).on_all_ranks()
 
 
 def listening(addresses: list[str]) -> dict[str, socket.socket]:

@@ -1,7 +1,5 @@
 """The end of this job, as its scheduler knows it. ``env.SCHEDULERS`` has the variables of each."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json
@@ -23,33 +21,26 @@ def job_end() -> float | None:
         if job.end_s is not None:
             return job.end_s
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError):
-            return _QUESTIONS[job.scheduler](job.number)
+            return _ask(job.scheduler, job.number)
     return None
 
 
-def _slurm(job: str) -> float:
-    return _local_time(_answer("squeue", "--noheader", "--jobs", job, "--format=%e"), "%Y-%m-%dT%H:%M:%S")
-
-
-def _pbs(job: str) -> float:
-    (found,) = json.loads(_answer("qstat", "-f", "-F", "json", job))["Jobs"].values()
-    hours, minutes, seconds = map(int, found["Resource_List"]["walltime"].split(":"))
-    return _local_time(found["stime"], "%a %b %d %H:%M:%S %Y") + 3600 * hours + 60 * minutes + seconds
-
-
-def _lsf(job: str) -> float | None:
-    left, kind = _answer("bjobs", "-noheader", "-o", "time_left", job).split()  # hours:minutes, and L for a limit
-    hours, minutes = map(int, left.split(":"))
-    return time.time() + 3600 * hours + 60 * minutes if kind == "L" else None
-
-
-def _flux(_: str) -> float | None:
-    left_s = float(_answer("flux", "job", "timeleft"))  # of the job around this process
-    return time.time() + left_s if left_s < float("inf") else None
-
-
-_QUESTIONS = {"SLURM": _slurm, "PBS": _pbs, "LSF": _lsf, "Flux": _flux}
-"""How to ask for the end of a job. PALS does not know it: it is a launcher within PBS."""
+def _ask(scheduler: str, job: str) -> float | None:
+    """Return the end of a job as its scheduler's command says it. PALS, a launcher within PBS, does not know it."""
+    if scheduler == "SLURM":
+        return _local_time(_answer("squeue", "--noheader", "--jobs", job, "--format=%e"), "%Y-%m-%dT%H:%M:%S")
+    if scheduler == "PBS":
+        (found,) = json.loads(_answer("qstat", "-f", "-F", "json", job))["Jobs"].values()
+        hours, minutes, seconds = map(int, found["Resource_List"]["walltime"].split(":"))
+        return _local_time(found["stime"], "%a %b %d %H:%M:%S %Y") + 3600 * hours + 60 * minutes + seconds
+    if scheduler == "LSF":
+        left, kind = _answer("bjobs", "-noheader", "-o", "time_left", job).split()  # hours:minutes, and L for a limit
+        hours, minutes = map(int, left.split(":"))
+        return time.time() + 3600 * hours + 60 * minutes if kind == "L" else None
+    if scheduler == "Flux":
+        left_s = float(_answer("flux", "job", "timeleft"))  # of the job around this process
+        return time.time() + left_s if left_s < float("inf") else None
+    raise KeyError(scheduler)
 
 
 def _local_time(text: str, form: str) -> float:

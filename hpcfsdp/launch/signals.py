@@ -1,7 +1,5 @@
 """Signals that announce the end of a job, as a flag that the program reads between steps."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -34,7 +32,7 @@ class StopSignals:
         self.received: int = 0  # number of the signal, 0 before one arrives
         self._previous: dict[int, object] = {}
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> "StopSignals":
         if threading.current_thread() is not threading.main_thread():
             raise LaunchError("signals can be handled in the main thread alone: enter hpcfsdp.preemption() there")
         shield_children()

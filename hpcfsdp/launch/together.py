@@ -3,8 +3,6 @@
 Their messages do not grow with the number of ranks: they are sent down a tree, or reduced.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import logging
@@ -53,14 +51,7 @@ def raise_lowest(comm: Any) -> Iterator[None]:
     if failed < comm.size:
         who = f"rank {comm.rank} on {env.host_name()}: " if comm.size > 1 else ""
         cause = None if isinstance(mine, LaunchError) else mine
-        raise error_of_all(comm.bcast(f"{who}{mine}", failed)) from cause
-
-
-def error_of_all(message: str) -> LaunchError:
-    """Return an error that all ranks raise."""
-    error = LaunchError(message)
-    error.raised_on_all_ranks = True
-    return error
+        raise LaunchError(comm.bcast(f"{who}{mine}", failed)).on_all_ranks() from cause
 
 
 def versions() -> dict[str, str | None]:
@@ -86,7 +77,7 @@ def compare_versions(comm: Any) -> None:
     hint = "start all ranks with one environment, which all nodes see, or which was copied to each of them"
     wrong = [text for name, text in texts.items() if name in _NEEDED]
     if wrong:
-        raise error_of_all(f"the software of the ranks differs: {'; '.join(wrong)}: {hint}")
+        raise LaunchError(f"the software of the ranks differs: {'; '.join(wrong)}: {hint}").on_all_ranks()
     if comm.rank == 0:
         log.warning("the software of the ranks differs: %s: %s", "; ".join(texts.values()), hint)
 

@@ -51,14 +51,10 @@ class MpiCommunicator(Communicator):
         timeout_s: float = 1800.0,
         compare_calls: bool = False,
     ) -> None:
-        """Not collective.
+        """Not collective. This object alone may use `comm`, whose ranks share memory as `topology` says; None: none do.
 
-        Args:
-            comm: must be used by this object alone.
-            topology: which of its ranks share memory; None: none do.
-            timeout_s: how long a collective waits for ranks that do not take part.
-            compare_calls: all ranks compare their calls before each collective, and an error names a rank with another
-                call. Costs a message to every rank each time.
+        A collective waits `timeout_s` for ranks that do not take part. If `compare_calls`, all compare their calls before
+        each collective, and an error names a rank with another one. That costs a message to every rank each time.
         """
         self.comm = comm
         self.rank: int = comm.rank
@@ -304,7 +300,8 @@ class MpiCommunicator(Communicator):
         steps = collective(call, *arguments)
         if self.compare_calls and self.size > 1 and collective is not staged.all_reduce:  # which compares by itself
             texts = [f"{text} (call {self.calls})" for text in (label, call.label)]
-            steps = _after_comparison(self._current_call(*texts), steps)
+            parts = exchange.wait_for(self._current_call(*texts), range(self.size)), steps
+            steps = (condition for part in parts for condition in part)
         return self._start(steps, label, async_op, call.sequence)
 
     def _call(self, label: str) -> MpiCall:
@@ -371,11 +368,6 @@ class MpiCommunicator(Communicator):
                 f"{label} on rank {self.rank}: the communicator has been closed (hpcfsdp.finalize, or its process "
                 "group was destroyed)"
             )
-
-
-def _after_comparison(call: MpiCall, steps: Steps) -> Steps:
-    yield from exchange.wait_for(call, range(call.size))
-    yield from steps
 
 
 _process = os.getpid()  # the process that may have started MPI: one that was forked from it cannot use MPI

@@ -3,8 +3,6 @@
 Each function is a generator of the conditions that it waits for.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -281,7 +279,8 @@ def all_gather_into(call: MpiCall, whole: Tensor, tensor: Tensor, topology: Topo
         _copy(whole[call.rank], tensor)
         yield from _gather_in_rounds(call, whole)
     else:
-        yield Sent((yield from _receive_all(call, list(whole), tensor, topology)))
+        sends = yield from _receive_all(call, list(whole), tensor, topology)
+        yield Sent(sends.holds, sends.missing)
 
 
 def _receive_all(
@@ -303,24 +302,16 @@ def _receive_all(
         if topology.proxy(call.rank, topology.node_rank(peer)) == peer or topology.node_rank(peer) == home:
             sends.send(tensor, peer)
     _copy(outputs[call.rank], tensor)
-    receives = [*from_clients, from_neighbours]
+
+    def missing() -> list[int]:  # of all that is waited for, so that each is named
+        return sorted({rank for requests in (*from_clients, from_neighbours) for rank in requests.missing()})
+
     for client, requests in zip(clients[call.rank], from_clients, strict=True):
-        yield _Part(requests, receives)
+        yield Condition(requests.holds, missing)
         for peer in neighbours:
             sends.send(outputs[client], peer)
     yield from_neighbours
     return sends
-
-
-class _Part:
-    """A ``Condition``: a part of all that is waited for. The ranks of all are missing, so each is named."""
-
-    def __init__(self, part: Condition, all_of_them: Sequence[Condition]) -> None:
-        self.holds = part.holds
-        self._all = all_of_them
-
-    def missing(self) -> list[int]:
-        return sorted({rank for each in self._all for rank in each.missing()})
 
 
 _single_ranks = functools.cache(functools.partial(Topology.regular, ranks_per_node=1))

@@ -91,13 +91,11 @@ class MpiCall:
         expected: str | None = None,
         within: str | None = None,
     ) -> None:
-        """
-        Args:
-            label: the same on all ranks.
-            sequence: the number of the collective, the same on all ranks; 0 for calls that are not counted.
-            expected: for a message between two ranks, what they must have in common; otherwise the label is compared.
-            within: the label with the public call that this rank is in. That of other ranks may differ: a rank that has
-                no more data takes part in the collectives of a backward without having one.
+        """Not collective. `label` and `sequence` are the same on all ranks; 0: this call is not counted.
+
+        For a message between two ranks `expected` is what they must have in common; otherwise the label is compared.
+        `within` is the label with the public call that this rank is in. That of other ranks may differ: a rank that has
+        no more data takes part in the collectives of a backward without having one.
         """
         self.matcher, self.rank, self.size = matcher, matcher.rank, matcher.size
         self.ranks: Sequence[int] = range(matcher.size)
@@ -114,9 +112,6 @@ class MpiCall:
         part.rank, part.size = ranks.index(self.rank), len(ranks)
         part.ranks = [self.ranks[rank] for rank in ranks]
         return part
-
-    def header(self, nbytes: int) -> bytes:
-        return _NUMBERS.pack(self.sequence, nbytes, self._hash) + self._encoded
 
     def find_mismatch(self, header: bytes, nbytes: int, peer: int) -> Mismatch | None:
         """Compare a header from `peer` with the one of this call for a tensor of `nbytes` bytes."""
@@ -267,7 +262,7 @@ class MessageMatcher:
     def send(self, call: MpiCall, tensor: Tensor, to: int) -> list[tuple[MPI.Request, Any]]:
         """Send a tensor to a rank. Returns the requests with the memory that each reads."""
         nbytes = tensor.nbytes
-        first = bytearray(call.header(nbytes))
+        first = bytearray(_NUMBERS.pack(call.sequence, nbytes, call._hash) + call._encoded)
         if 0 < nbytes <= _INLINE_BYTES:
             first += MPI.buffer.fromaddress(tensor.data_ptr(), nbytes)
         with self._lock:  # messages of two threads must not mix

@@ -3,8 +3,6 @@
 Each function is a generator of the conditions that it waits for. docs/developers/node-memory.md gives their reasons.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -4,12 +4,10 @@ A rank copies a part of its tensor to its region, reduces its piece of the part 
 pieces back. docs/developers/node-memory.md gives the reason of each wait.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
@@ -39,19 +37,6 @@ class StagingMemory:
         self.condition: Condition | None = None  # of the first of them
 
 
-class _Turn:
-    """A ``Condition``: the calls before this one are done with the memory."""
-
-    def __init__(self, staging: StagingMemory, sequence: int) -> None:
-        self._staging, self._sequence = staging, sequence
-
-    def holds(self) -> bool:
-        return self._staging.calls[0] == self._sequence
-
-    def missing(self) -> Sequence[int]:
-        return self._staging.condition.missing() if self._staging.condition is not None else []
-
-
 def pays(tensor: Tensor) -> bool:
     """Return whether a tensor is large enough for ``all_reduce``."""
     return tensor.nbytes >= _LEAST_BYTES
@@ -62,7 +47,10 @@ def all_reduce(call: MpiCall, staging: StagingMemory, tensor: Tensor, reduction:
     sequence = call.sequence
     staging.calls.append(sequence)
     try:
-        yield _Turn(staging, sequence)
+        yield Condition(
+            lambda: staging.calls[0] == sequence,
+            lambda: staging.condition.missing() if staging.condition is not None else [],
+        )
         for condition in _in_turn(call, staging, tensor, reduction):
             staging.condition = condition
             yield condition

@@ -220,7 +220,7 @@ def test_finished_work_is_complete():
 
 def test_outputs_may_be_used_before_others_have_read_the_inputs():
     read = Door()
-    work = begin(through(Door(3), Sent(read)))
+    work = begin(through(Door(3), Sent(read.holds, read.missing)))
     assert not work.is_completed()
     work.wait_for_outputs()
     work.wait_for_outputs()

@@ -34,7 +34,7 @@ def gather(received, read, error=None):
         yield received
         if error is not None:
             raise error
-        yield Sent(read)
+        yield Sent(read.holds, read.missing)
 
     return Running(steps(), "the gather", 0, 5.0, Owner())
 
