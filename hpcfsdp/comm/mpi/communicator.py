@@ -53,8 +53,8 @@ class MpiCommunicator(Communicator):
     ) -> None:
         """Not collective. This object alone may use `comm`, whose ranks share memory as `topology` says; None: none do.
 
-        A collective waits `timeout_s` for ranks that do not take part. If `compare_calls`, all compare their calls before
-        each collective, and an error names a rank with another one. That costs a message to every rank each time.
+        A collective waits `timeout_s` for ranks that do not take part. If `compare_calls`, all compare their calls
+        before each collective, and an error names a rank with another one: a message to every rank each time.
         """
         self.comm = comm
         self.rank: int = comm.rank
