@@ -35,7 +35,7 @@ from hpcfsdp.bench.host import shard_rows
 from hpcfsdp.bench.step import OWN, loss_of, make_batch, make_model, wrap
 from hpcfsdp.checkpoint.saving import rng
 from hpcfsdp.checkpoint.saving.content import Content, SaveArguments, bytes_in_memory, collect_content
-from hpcfsdp.checkpoint.saving.temporary import BlockWriter, TemporaryFile, extent_rows
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, TemporaryFile
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.comm.reduce import OptionalTensors
@@ -247,7 +247,7 @@ def _checkpoints(
         sums = np.zeros(len(content.plan.blocks), np.uint64)
         phases(
             "table of the file, rank 0",
-            lambda plan=content.plan: image.with_footer(extent_rows(plan, image.offsets, [sums.tobytes()]), None),
+            lambda plan=content.plan: image.with_footer(plan.extent_rows(image.offsets, [sums.tobytes()]), None),
         )
         if not path.exists():
             _write(path, content, tensors)
@@ -276,7 +276,7 @@ def _write(path: Path, content: Content, tensors: Sequence[StateTensor]) -> None
         writer = BlockWriter(fd, plan, metadata_image.offsets, bytes_of)
         sums = writer.write(np.arange(len(plan.blocks)))
     order = np.argsort(plan.blocks["rank"], kind="stable")
-    temporary.commit(metadata_image, extent_rows(plan, metadata_image.offsets, [sums[order].tobytes()]))
+    temporary.commit(metadata_image, plan.extent_rows(metadata_image.offsets, [sums[order].tobytes()]))
 
 
 def draw_scale(found: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:

@@ -11,16 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from hpcfsdp.checkpoint.convert import safetensors
-from hpcfsdp.checkpoint.convert.output import (
-    MODEL,
-    Progress,
-    Selection,
-    Step,
-    absolute,
-    new_files,
-    no_progress,
-    select,
-)
+from hpcfsdp.checkpoint.convert.output import Progress, Selection, Step, absolute, new_files, no_progress, select
+from hpcfsdp.checkpoint.convert.safetensors import TensorEntry
 from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
@@ -111,7 +103,8 @@ def _to_safetensors(
     index: CheckpointIndex, selection: Selection, target: Path, force: bool, step: Step, *, shard_bytes: int | None
 ) -> list[Path]:
     """Write files for ``from_pretrained``; see ``export_checkpoint``."""
-    names = [(path.removeprefix(MODEL), spec) for path, spec in selection.tensors.items()]
+    names = [(path.removeprefix(f"{schema.MODEL}/"), spec) for path, spec in selection.tensors.items()]
+    inside = {name: path for (name, _), path in zip(names, selection.tensors, strict=True)}
     ties = selection.outside_ties
     shards = [names] if shard_bytes is None else safetensors.split(names, shard_bytes)
     paths = _shard_paths(target, len(shards))
@@ -119,7 +112,7 @@ def _to_safetensors(
     if selection.groups is not None:
         common[safetensors.GROUPS_KEY] = schema.to_json(selection.groups).decode()
         common[safetensors.SCALARS_KEY] = schema.to_json(selection.scalars).decode()
-    files: dict[Path, tuple[bytes, list[safetensors.TensorEntry]]] = {}
+    files: dict[Path, tuple[bytes, list[TensorEntry]]] = {}
     for number, (path, shard) in enumerate(zip(paths, shards, strict=True)):
         here = {name for name, _ in shard}
         tied = {alias: name for alias, name in ties.items() if name in here}
@@ -130,10 +123,9 @@ def _to_safetensors(
         weight_map = {entry.name: path.name for path, (_, entries) in files.items() for entry in entries}
         listing = safetensors.index_of(weight_map, selection.nbytes)
         sizes[target / safetensors.INDEX_NAME] = len(listing)
-    paths_of = {path.removeprefix(MODEL): path for path in selection.tensors}
     with BlockReader(index) as reader, new_files(sizes, force=force, replaced=_others(target, sizes)) as fds:
         for path, (head, entries) in files.items():
-            write_tensors(reader, paths_of, head, entries, fds[path], step)
+            write_tensors(reader, inside, head, entries, fds[path], step)
         if listing:
             disk.write(fds[target / safetensors.INDEX_NAME], [memoryview(listing)], 0)
     return list(sizes)
@@ -153,18 +145,13 @@ def _others(target: Path, sizes: Mapping[Path, int]) -> list[Path]:
     """Return weights in the folder that a reader would take for a part of the new ones."""
     if target.suffix == safetensors.SUFFIX or not target.is_dir():
         return []
-    found = [target / safetensors.WHOLE_NAME, target / safetensors.INDEX_NAME]
-    found += sorted(target.glob("model-*-of-*.safetensors"))
+    wholes = (target / safetensors.WHOLE_NAME, target / safetensors.INDEX_NAME)
+    found = (*wholes, *sorted(target.glob("model-*-of-*.safetensors")))
     return [path for path in found if path.exists() and path not in sizes]
 
 
 def write_tensors(
-    reader: BlockReader,
-    paths: Mapping[str, str],
-    head: bytes,
-    entries: Iterable[safetensors.TensorEntry],
-    fd: int,
-    step: Step,
+    reader: BlockReader, paths: Mapping[str, str], head: bytes, entries: Iterable[TensorEntry], fd: int, step: Step
 ) -> None:
     """Write a safetensors file; `paths` are those of the tensors in the checkpoint, by their new names."""
     disk.write(fd, [memoryview(head)], 0)

@@ -49,10 +49,7 @@ class Selection:
 
 
 def select(index: CheckpointIndex, patterns: Sequence[str], optimizer: bool) -> Selection:
-    """Choose tensors by patterns (none: all), with the optimizer's state or without.
-
-    Raise CheckpointError where no tensor is chosen, or the file has no optimizer.
-    """
+    """Choose tensors by patterns (none: all), with the optimizer's state or without. Raise CheckpointError for none."""
     if optimizer and index.param_groups is None:
         raise CheckpointError(f"{index.info.path}: holds no optimizer: leave --optimizer out")
     paths = [path for path in matching(index, patterns) if path.startswith((MODEL, OPTIM) if optimizer else MODEL)]
@@ -174,10 +171,7 @@ def new_files(
 
 @contextlib.contextmanager
 def new_folder(path: Path, nbytes: int, *, force: bool, mark: str) -> Iterator[Path]:
-    """Write a folder under a temporary name and rename it at the end; yield the temporary folder.
-
-    With `force` an existing folder is replaced if it has a file `mark`.
-    """
+    """Write a folder under a temporary name and rename it at the end; with `force` replace one with a file `mark`."""
     check_absent(path, force=force)
     exists = os.path.lexists(path)
     if exists and not (path / mark).is_file():

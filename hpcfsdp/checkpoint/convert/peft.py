@@ -77,11 +77,7 @@ def export_peft(
     text = json.dumps(settings, indent=2, sort_keys=True).encode()
     nbytes = sum(entry.nbytes for entry in entries)
     sizes = {weights: len(head) + nbytes, description: len(text)}
-    with (
-        progress("exporting", nbytes) as step,
-        BlockReader(index) as reader,
-        new_files(sizes, force=force) as fds,
-    ):
+    with progress("exporting", nbytes) as step, BlockReader(index) as reader, new_files(sizes, force=force) as fds:
         write_tensors(reader, inside, head, entries, fds[weights], step)
         disk.write(fds[description], [memoryview(text)], 0)
     return Exported(FORMAT, (weights, description), len(names), nbytes, {})

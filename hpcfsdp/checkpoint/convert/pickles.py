@@ -17,17 +17,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from hpcfsdp.checkpoint.convert.torch_output import METADATA_NAME
 from hpcfsdp.checkpoint.format import disk, schema
-from hpcfsdp.checkpoint.format.access import LEAST_ROOM_BYTES, ROOM_PER_BYTE, MemoryBudget, open_file
+from hpcfsdp.checkpoint.format.access import LEAST_ROOM_BYTES, ROOM_PER_BYTE, MemoryBudget, open_file, read_bytes
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import whole_box
@@ -63,9 +58,9 @@ _Object = int | _SharedObject
 
 
 def check_pickle(stream: io.BufferedIOBase, nbytes: int = 0) -> None:
-    """Raise ValueError unless the stream's next bytes are a pickle of bounded size; leaves the stream behind it.
+    """Raise ValueError unless the stream's next bytes are a pickle of bounded size; leave the stream behind it.
 
-    CheckpointError for more steps than the `nbytes` explain that the file, with its tensors, takes on the disk.
+    Raise CheckpointError for more steps than the `nbytes` explain that the file, with its tensors, takes on the disk.
     """
     begin, most_steps = stream.tell(), STEPS_LEAST + nbytes // BYTES_PER_STEP
     fetched, count = set(), 0  # memo numbers, and opcodes
@@ -181,18 +176,13 @@ _MOST_COMPRESSED = 1000
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read and check the metadata of a folder.
-
-    Raise CheckpointError for foreign classes, CheckpointCorruptError for damage or files outside the folder.
-    """
+    """Read and check the metadata of a folder, or raise CheckpointError, for damage CheckpointCorruptError."""
     path = folder / METADATA_NAME
     try:
         with open_file(path) as fd:
             nbytes = disk.size(fd)
             MemoryBudget.of_file(fd).claim(2 * nbytes)
-            data = bytearray(nbytes)
-            disk.read(fd, memoryview(data), 0)
-        stream = io.BytesIO(data)
+            stream = io.BytesIO(read_bytes(fd, path, 0, nbytes))
         check_pickle(stream, sum(info.stat().st_blocks * 512 for info in os.scandir(folder)))
         stream.seek(0)
         found = _MetadataUnpickler(stream).load()
@@ -267,7 +257,7 @@ def _check(found: Any, folder: Path) -> None:
             raise ValueError("the name of an entry is no text")
         if isinstance(described, TensorStorageMetadata):
             _check_tensor(key, described, storage, compressed)
-        elif not isinstance(described, BytesStorageMetadata):
+        elif not isinstance(described, torch_metadata.BytesStorageMetadata):
             raise ValueError(f"{key!r} is described by a {type(described).__name__}")
 
 
@@ -334,7 +324,7 @@ def _infos(key: str, size: torch.Size, chunks: list[Any], storage: Mapping[Metad
     """Yield the storage records of a tensor's pieces."""
     for chunk in chunks:
         if not (
-            isinstance(chunk, ChunkStorageMetadata)
+            isinstance(chunk, torch_metadata.ChunkStorageMetadata)
             and isinstance(chunk.offsets, torch.Size)
             and isinstance(chunk.sizes, torch.Size)
             and len(chunk.offsets) == len(chunk.sizes) == len(size)

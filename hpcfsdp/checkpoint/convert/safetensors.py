@@ -41,27 +41,12 @@ MAX_HEADER_BYTES = 100_000_000
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 
-_CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "complex64": "C64",
-}
+_CODES = (
+    {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL", "complex64": "C64"}
+    | {f"{kind}{bits}": f"{code}{bits}" for kind, code in (("int", "I"), ("uint", "U")) for bits in (64, 32, 16, 8)}
+    | {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"}
+    | {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ"}
+)
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
@@ -82,11 +67,11 @@ class TensorEntry:
 def pack(tensors: Sequence[tuple[str, TensorSpec]], metadata: Mapping[str, str]) -> tuple[bytes, list[TensorEntry]]:
     """Return the first bytes of a file, and the tensors in the order in which they follow.
 
-    Wide elements come first, which aligns every tensor to its element size. Raise CheckpointError for a dtype or name
-    that the format does not support, or too large a header.
+    Raise CheckpointError for a dtype or name that the format does not support, or too large a header.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     entries, end = [], 0
+    # Wide elements come first, which aligns every tensor to its element size.
     for name, spec in sorted(tensors, key=lambda item: -item[1].itemsize):
         if spec.dtype not in _CODES:
             raise CheckpointError(
@@ -130,8 +115,7 @@ def parse(nbytes: int, read: Callable[[int, int], bytes]) -> tuple[list[TensorEn
     begin = _LENGTH.size + length
     entries = []
     while header:  # which takes more memory than the entries: some models have 100,000 tensors
-        name, value = header.popitem()
-        entries.append(_entry(name, value, begin))
+        entries.append(_entry(*header.popitem(), begin))
     entries.reverse()
     entries.sort(key=lambda entry: (entry.begin, entry.nbytes))
     end = begin
@@ -184,7 +168,7 @@ def split(tensors: Sequence[tuple[str, TensorSpec]], shard_bytes: int) -> list[l
 
 def index_of(weight_map: Mapping[str, str], total_bytes: int) -> bytes:
     """Return the index of a split model, as transformers reads it. `weight_map` maps tensor names to file names."""
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -193,11 +177,7 @@ _OPTIM = f"{schema.OPTIM_STATE}/"
 
 @contextlib.contextmanager
 def open_safetensors(path: Path, *, optimizer: bool = True) -> Iterator[ImportSource]:
-    """Open a file ``*.safetensors``, a folder of them, or the files of an index.
-
-    Metadata describe tied tensors as ``safetensors.torch.save_model`` and ``export_checkpoint`` write them. Without
-    `optimizer`, its state is left out.
-    """
+    """Open a file ``*.safetensors``, a folder of them, or the files of an index; leave the optimizer out, if asked."""
     places: dict[str, tuple[int, TensorEntry]] = {}
     metadata: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
@@ -287,6 +267,7 @@ def _header(fd: int, path: Path) -> tuple[list[TensorEntry], dict[str, str]]:
 
 
 def _with_metadata(path: Path, source: ImportSource, metadata: Mapping[str, str]) -> ImportSource:
+    """Add what metadata describe; tied tensors as ``safetensors.torch.save_model`` and ``export_checkpoint`` do."""
     known = source.tensors.keys()
     rest: dict[str, Any] = {}
     try:

@@ -66,10 +66,7 @@ class ImportSource:
         return self._last[1][start * spec.itemsize : (start + numel) * spec.itemsize].copy()
 
     def tie(self, ties: Sequence[tuple[str, str]]) -> None:
-        """Make names of the model aliases of others, given as (alias, name).
-
-        Raise CheckpointError where the tensor is missing, or the alias is another tensor with other bytes.
-        """
+        """Make names of the model aliases of others, (alias, name), or raise CheckpointError where they differ."""
         for alias, kept in ties:
             by_path = {spec.path: spec for spec in self.specs}
             links = dict(self.links)
@@ -101,9 +98,8 @@ class ImportSource:
 
 
 def sort_out(tree: Any, *, optimizer: bool = True) -> ImportSource:
-    """Sort a tree of dicts, lists, values and ``Stored``; what is neither model nor optimizer becomes ``extra``.
+    """Sort a model's or an optimizer's state dict, or a dict with either or both; further values become ``extra``.
 
-    The tree is a model's state dict, an optimizer's state dict, or a dict with either or both and further values.
     Raise CheckpointError, naming the part, where that is unclear or a part cannot be stored.
     """
     if not isinstance(tree, Mapping):

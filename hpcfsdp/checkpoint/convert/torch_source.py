@@ -72,10 +72,7 @@ def check_torch_file(stream: Any, budget: MemoryBudget, nbytes: int) -> None:
 
 
 def open_dcp(path: Path, *, optimizer: bool = True) -> ImportSource:
-    """Open a folder of ``torch.distributed.checkpoint``; at most one tensor and one piece of it are in memory.
-
-    Raise as ``open_pt``. Without `optimizer`, its state is not read.
-    """
+    """Open a folder of ``torch.distributed.checkpoint``, as ``open_pt``. A tensor and a piece of it are in memory."""
     reader = _Reader(path)
     tree: dict[Any, Any] = {}
     with naming_errors(path):
@@ -161,12 +158,9 @@ class _Reader(dcp.FileSystemReader):
 
     def read_tensor(self, key: str, described: TensorStorageMetadata) -> torch.Tensor:
         """Return a whole tensor."""
-        chunks = described.chunks
-        if len(chunks) == 1 and tuple(chunks[0].sizes) == tuple(described.size):
-            found = self._read_whole(key, described)
-            if found is not None:
-                return found
-        return self.load(key, torch.empty(described.size, dtype=described.properties.dtype))
+        is_whole = [tuple(chunk.sizes) for chunk in described.chunks] == [tuple(described.size)]
+        found = self._read_whole(key, described) if is_whole else None
+        return self.load(key, torch.empty(described.size, dtype=described.properties.dtype)) if found is None else found
 
     def _read_whole(self, key: str, described: TensorStorageMetadata) -> torch.Tensor | None:
         """Read a tensor that was saved in one piece, which torch holds twice; None if it is compressed or not dense."""

@@ -10,13 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -65,10 +60,8 @@ class HDF5Reader(StorageReader):
             self._path = checkpoint_id
 
     def read_metadata(self) -> Metadata:
-        """Describe the file's content, each tensor as one chunk; not collective.
-
-        ``dcp.load`` continues after an error of this method. So the next use raises it.
-        """
+        """Describe the file's content, each tensor as one chunk; not collective."""
+        # ``dcp.load`` continues after an error of this method. So the next use raises it.
         self._opened = self._failure = None
         try:
             if self._path is None:
@@ -94,10 +87,7 @@ class HDF5Reader(StorageReader):
             raise self._failure
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add this rank's file to the plan; not collective.
-
-        Raise CheckpointMismatchError if the names are not those of the file, under the same outer keys.
-        """
+        """Add this rank's file to the plan; raise CheckpointMismatchError if the names are not those of the file."""
         index, _ = self._settled(plan)
         return dataclasses.replace(plan, storage_data=(str(index.info.path), index.footer.digest))
 
@@ -112,11 +102,7 @@ class HDF5Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this rank's items; not collective.
-
-        Raise CheckpointError if they cannot be read, CheckpointCorruptError for a wrong checksum,
-        CheckpointReplacedError if another file has replaced it.
-        """
+        """Read this rank's items, or raise CheckpointError; not collective."""
         index, entries = self._settled(plan)
         found = [(entries[item.storage_index.fqn], item) for item in plan.items]
         # In the order of the file, the values that are no tensors before it.
@@ -203,8 +189,8 @@ def _describe(index: CheckpointIndex, entry: StateEntry) -> TensorStorageMetadat
         return BytesStorageMetadata()
     spec = index.resolve(entry.dataset)
     size = torch.Size(spec.shape)
-    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
-    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, spec.dtype)), size, [whole])
+    whole = torch_metadata.ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
+    return TensorStorageMetadata(torch_metadata.TensorProperties(dtype=getattr(torch, spec.dtype)), size, [whole])
 
 
 def _read_tensor(reader: BlockReader, spec: TensorSpec, item: ReadItem, planner: LoadPlanner) -> None:

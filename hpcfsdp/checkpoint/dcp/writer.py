@@ -31,13 +31,7 @@ from hpcfsdp.checkpoint.format.plain_values import Types, to_plain
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.content import root_attributes, small_values
 from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, SavePlan, box_blocks
-from hpcfsdp.checkpoint.saving.temporary import (
-    BlockWriter,
-    TemporaryFile,
-    TemporaryFileMissingError,
-    extent_rows,
-    naming_write_errors,
-)
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, TemporaryFile, TemporaryFileGoneError, naming_write_errors
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.reshard.sharded_tensors import as_bytes, checksum
@@ -50,40 +44,25 @@ log = logging.getLogger("hpcfsdp.checkpoint")
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """The coordinator's message to a rank.
-
-    Attributes:
-        items: the rank's planned items, by name and offsets.
-        places: by item, its tensor in the file and the tensor's first byte; None for other values.
-        exchanged: the items that ranks exchange for rows of their tensors.
-        rounds: in which they do; None if no rank exchanges anything.
-        rows: by the number of a tensor in ``rounds``, itself and its first byte.
-    """
+    """The coordinator's message to a rank. Tensors in the file come with their first bytes."""
 
     temporary: TemporaryFile
-    items: tuple[MetadataIndex, ...]
-    places: tuple[tuple[TensorSpec, int] | None, ...]
+    items: tuple[MetadataIndex, ...]  # as they were planned
+    places: tuple[tuple[TensorSpec, int] | None, ...]  # of items; None for other values than tensors
     num_ranks: int
-    exchanged: frozenset[int] = frozenset()
-    rounds: tuple[ExchangeRound, ...] | None = None
-    rows: Mapping[int, tuple[TensorSpec, int]] = dataclasses.field(default_factory=dict)
+    exchanged: frozenset[int] = frozenset()  # the items that ranks exchange for rows of their tensors
+    rounds: tuple[ExchangeRound, ...] | None = None  # in which they do; None if no rank exchanges anything
+    rows: Mapping[int, tuple[TensorSpec, int]] = dataclasses.field(default_factory=dict)  # by the number in `rounds`
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A rank's message to the coordinator about an item.
+    """A rank's message to the coordinator about an item. Checksums are uint64, as bytes."""
 
-    Attributes:
-        sums: the checksums of its blocks, uint64, as bytes.
-        value: of an item without tensor, or of a hyper-parameter that is one; as JSON and arrays.
-        types: the original types in ``value``.
-        row_sums: of the rank's first item alone, those of the rows that it has written instead of exchanged items.
-    """
-
-    sums: bytes = b""
-    value: Any = None
-    types: Types = ()
-    row_sums: bytes = b""
+    sums: bytes = b""  # of its blocks
+    value: Any = None  # of an item without tensor, or of a hyper-parameter that is one; as JSON and arrays
+    types: Types = ()  # the original types in ``value``
+    row_sums: bytes = b""  # of the first item alone: of the rows that are written instead of exchanged items
 
 
 @dataclasses.dataclass
@@ -157,10 +136,7 @@ class HDF5Writer(StorageWriter):
             raise CheckpointError("no path: give one to HDF5Writer, or as checkpoint_id to torch's save")
 
     def prepare_local_plan(self, plan: StatePlan) -> StatePlan:
-        """Report to the coordinator whether this rank can exchange parts with others. Not collective.
-
-        Raise CheckpointError if the planner reuses an earlier plan.
-        """
+        """Report whether this rank can exchange parts; raise CheckpointError if the planner reuses an earlier plan."""
         if not plan.usable:
             raise CheckpointError(
                 "the planner reuses the plan of an earlier save without giving it to the storage: use "
@@ -170,11 +146,7 @@ class HDF5Writer(StorageWriter):
         return dataclasses.replace(plan, storage_data=None if world is None else (world.rank, world.size))
 
     def prepare_global_plan(self, plans: list[StatePlan]) -> list[StatePlan]:
-        """Lay the file out and make it, all holes; on the coordinator alone.
-
-        Raise CheckpointError for an invalid name, an unsupported dtype or value, parts that do not tile their tensor,
-        or a file that cannot be made.
-        """
+        """Lay the file out and make it, all holes, or raise CheckpointError; on the coordinator alone."""
         assert self._path is not None
         path = Path(os.path.abspath(os.path.expanduser(self._path)))
         with naming_write_errors(path):
@@ -192,25 +164,21 @@ class HDF5Writer(StorageWriter):
             self._discard = weakref.finalize(self, temporary.discard)
         items = [tuple(item.index for item in plan.items) for plan in plans]
         self._pending = _PlannedFile(temporary, plan, items, entries, attributes, metadata_image)
+        in_file = list(zip(plan.specs, metadata_image.offsets, strict=True))
         messages = []
         for rank, (own, indices) in enumerate(zip(plans, items, strict=True)):
-            known = [tensors.get(index.fqn) for index in indices]
-            places = tuple(None if i is None else (plan.specs[i], metadata_image.offsets[i]) for i in known)
+            places = tuple(in_file[tensors[index.fqn]] if index.fqn in tensors else None for index in indices)
             assignment = Assignment(temporary, indices, places, len(plans))
             if any(rounds):
                 mine = rounds[rank]
                 exchanged = frozenset(piece.place for round_ in mine for piece in round_.sent)
-                numbers = {rows.tensor for round_ in mine for rows in round_.rows}
-                rows = {number: (plan.specs[number], metadata_image.offsets[number]) for number in numbers}
+                rows = {rows.tensor: in_file[rows.tensor] for round_ in mine for rows in round_.rows}
                 assignment = dataclasses.replace(assignment, exchanged=exchanged, rounds=mine, rows=rows)
             messages.append(dataclasses.replace(own, storage_data=assignment))
         return messages
 
     def write_data(self, plan: StatePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items and sync them. Collective over the world if ranks exchange columns for rows.
-
-        Raise CheckpointError if that fails, or a value cannot be stored. The file is then removed.
-        """
+        """Write this rank's items and sync them. Collective over the world if ranks exchange columns for rows."""
         assignment = plan.storage_data
         comm = None if assignment.rounds is None else cast(World, _world_here()).host
         try:
@@ -226,10 +194,7 @@ class HDF5Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit the file after all ranks have written; on the coordinator alone.
-
-        Raise CheckpointError if that fails; the file is then removed.
-        """
+        """Commit the file after all ranks have written, or raise CheckpointError; on the coordinator alone."""
         pending = self._pending
         assert pending is not None and self._discard is not None
         plan, planned = pending.plan, pending.metadata_image
@@ -241,7 +206,7 @@ class HDF5Writer(StorageWriter):
                     raise CheckpointError("ranks have written other items than planned")
                 written = [[result.storage_data for result in own] for own in results]
                 sums = [b"".join([*(each.sums for each in own), *(each.row_sums for each in own)]) for own in written]
-                rows = extent_rows(plan, planned.offsets, sums)
+                rows = plan.extent_rows(planned.offsets, sums)
                 rows = rows[np.lexsort((rows["start"], rows["tensor"]))]
                 small = self._small_values(pending.entries, [result for own in results for result in own])
                 made = build_metadata_image(plan.specs, (), len(rows), pending.attributes, small)
@@ -265,8 +230,11 @@ class HDF5Writer(StorageWriter):
         for result in results:
             name, written = result.index.fqn, result.storage_data
             entry = dataclasses.replace(entries[name], types=written.types)
-            if entry.kind == names.GROUP and not _is_json(written.value):
-                entry = dataclasses.replace(entry, kind=names.EXTRA, place=("optim", "param_groups", *entry.place))
+            if entry.kind == names.GROUP:
+                try:
+                    schema.to_json(written.value)
+                except TypeError:
+                    entry = dataclasses.replace(entry, kind=names.EXTRA, place=("optim", "param_groups", *entry.place))
             if entry.kind == names.SCALAR and type(written.value) not in (bool, int, float):
                 entry = dataclasses.replace(entry, kind=names.EXTRA, place=("optim", "state", *entry.path[-2:]))
             entries[name] = entry
@@ -301,14 +269,6 @@ class HDF5Writer(StorageWriter):
         self._discard = self._pending = None
 
 
-def _is_json(value: Any) -> bool:
-    try:
-        schema.to_json(value)
-    except TypeError:
-        return False
-    return True
-
-
 def _world_here() -> World | None:
     """Return the world, if the ranks can exchange messages now: only the main thread may."""
     return current_world() if threading.current_thread() is threading.main_thread() else None
@@ -322,10 +282,8 @@ def _write_items(
     with contextlib.ExitStack() as stack:
         with agree():
             if tuple(item.index for item in items) != assignment.items:
-                raise CheckpointError(
-                    "the planner's finish_plan changed this rank's items, which is not supported: use "
-                    "DefaultSavePlanner"
-                )
+                what = "the planner's finish_plan changed this rank's items, which is not supported"
+                raise CheckpointError(f"{what}: use DefaultSavePlanner")
             own = [n for n, place in enumerate(assignment.places) if place and n not in assignment.exchanged]
             fd = -1
             if assignment.rows or any(box_of(items[number]).numel for number in own):
@@ -360,7 +318,7 @@ def _agreeing(comm: Communicator | None, temporary: TemporaryFile) -> Iterator[N
     with contextlib.nullcontext() if comm is None else raise_together(comm), naming_write_errors(temporary.path):
         try:
             yield
-        except TemporaryFileMissingError:
+        except TemporaryFileGoneError:
             raise CheckpointError(
                 f"{temporary.partial} is not here: another rank failed and removed it, or this rank does not see the "
                 "coordinator's file system"
@@ -435,10 +393,8 @@ def _digest(item: WriteItem, planner: SavePlanner) -> Any:
 
 
 def _compare(pending: _PlannedFile, digests: Sequence[Mapping[str, Any]]) -> None:
-    """Raise CheckpointError for a value that ranks have differently: the planner has chosen one of them.
-
-    Statistics of a model, and parameters that ranks train on their own, are one rank's in all files.
-    """
+    """Raise CheckpointError for a value that ranks have differently: the planner has chosen one of them."""
+    # Statistics of a model, and parameters that ranks train on their own, are one rank's in all files.
     dtypes = {spec.path: getattr(torch, spec.dtype) for spec in pending.plan.specs}
     for name, entry in pending.entries.items():
         held = {rank: found[name] for rank, found in enumerate(digests) if name in found}

@@ -288,8 +288,8 @@ def _small_again(given: SaveArguments, known: KnownPlan) -> dict[str, np.ndarray
         state = state if known.chosen is None else state.only(known.chosen)
     if known.has_states:
         modules = stateful_modules(given.model)
-        if given.names is not None:
-            modules = {n: module for n, module in modules.items() if is_chosen(n, given.names)}
+    if given.names is not None:
+        modules = {n: module for n, module in modules.items() if is_chosen(n, given.names)}
     return _small_of(given, state, modules)
 
 

@@ -37,14 +37,11 @@ class _Range(NamedTuple):
 
 
 class _Scalars(NamedTuple):
-    """Blocks of one element each, the tensors without dimensions that have them, and which block is of which tensor.
-
-    All are of one dtype, in host memory. A flat parameter's step is that of each of its parameters.
-    """
+    """Blocks of one element each, and the tensors without dimensions, of one dtype in host memory, that have them."""
 
     blocks: CopiedBlocks
     tensors: tuple[int, ...]
-    chosen: torch.Tensor
+    chosen: torch.Tensor  # which block is of which: a flat parameter's step is that of each of its parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +56,7 @@ class BlockSources:
     def find(
         cls, plan: SavePlan, rank: int, named: Sequence[StateTensor], tensors: Sequence[torch.Tensor]
     ) -> BlockSources | None:
-        """None unless each block of the rank lies in exactly one of the tensors, and these do not overlap.
-
-        The plan's tensors are `named`, in its order; `tensors` are contiguous and detached.
-        """
+        """None unless each block, of the plan's tensors `named`, lies in one of `tensors`, none of which overlap."""
         order = sorted((number for number, t in enumerate(tensors) if t.numel()), key=lambda n: tensors[n].data_ptr())
         begins = np.array([tensors[number].data_ptr() for number in order], np.int64)
         ends = begins + np.array([tensors[number].nbytes for number in order], np.int64)
@@ -133,23 +127,15 @@ def _addresses_of(plan: SavePlan, rank: int, named: Sequence[StateTensor]) -> np
 
 @dataclass(frozen=True, eq=False)
 class KnownPlan:
-    """A plan that has been checked, and compared over ranks.
+    """A plan that has been checked, and compared over ranks."""
 
-    Attributes:
-        facts: the key of the save, and those of the inventory: equal facts lead to an equal plan.
-        sources: of this rank's blocks in the tensors of the inventory.
-        chosen: names of the tensors to save; None: all.
-        params: by group of the optimizer, the names of its parameters; None without an optimizer.
-        has_states: whether modules have extra state.
-    """
-
-    facts: tuple[Any, ...]
+    facts: tuple[Any, ...]  # the key of the save, and those of the inventory: equal ones lead to an equal plan
     plan: SavePlan
     fingerprint: str
-    sources: BlockSources
-    chosen: frozenset[str] | None
-    params: tuple[tuple[str, ...], ...] | None
-    has_states: bool
+    sources: BlockSources  # of this rank's blocks, in the tensors of the inventory
+    chosen: frozenset[str] | None  # names of the tensors to save; None: all
+    params: tuple[tuple[str, ...], ...] | None  # by group of the optimizer, names; None without an optimizer
+    has_states: bool  # whether modules have extra state
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,10 +178,7 @@ class KeptPlan:
         named: Sequence[StateTensor],
         **more: Any,
     ) -> RecalledPlan | None:
-        """Keep a plan in place of another, and `more` of ``KnownPlan``; return None if it cannot.
-
-        The tensors of the plan on this `rank` are `named`, in its order. For `key` see ``recall``.
-        """
+        """Keep a plan, of tensors `named`, in place of another, and `more` of ``KnownPlan``; None if it cannot."""
         self._known = None
         found = take_inventory(model, optimizer)
         sources = None if found is None else BlockSources.find(plan, rank, named, found.tensors)

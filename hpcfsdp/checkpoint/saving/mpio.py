@@ -61,11 +61,9 @@ class MpioWriter(PosixWriter):
         return offsets
 
     def write(self, tensors: Sequence[StateTensor]) -> None:
-        """Write this rank's blocks and sync them.
-
-        Every rank makes the same calls of HDF5 in the same order, even without data, and after a failure: errors are
-        raised when all ranks have finished a stage.
-        """
+        """Write this rank's blocks and sync them."""
+        # Every rank makes the same calls of HDF5 in the same order, even without data, and after a failure: errors are
+        # raised when all ranks have finished a stage.
         comm, temporary, plan = self._comm, self._temporary, self._content.plan
         own = plan.blocks_of(comm.rank)
         self._sums = np.zeros(len(own), np.uint64)

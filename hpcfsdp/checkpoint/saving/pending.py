@@ -34,13 +34,7 @@ from hpcfsdp.checkpoint.format.metadata import MetadataImage
 from hpcfsdp.checkpoint.saving.content import Collected, Content, memory_of_blocks
 from hpcfsdp.checkpoint.saving.kept_plan import CopiedBlocks
 from hpcfsdp.checkpoint.saving.same_call import all_agree
-from hpcfsdp.checkpoint.saving.temporary import (
-    BlockWriter,
-    TemporaryFile,
-    TemporaryFileMissingError,
-    extent_rows,
-    naming_write_errors,
-)
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, TemporaryFile, TemporaryFileGoneError, naming_write_errors
 from hpcfsdp.checkpoint.saving.writer import by_buffer, gather_sums
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
@@ -125,8 +119,7 @@ class StagingRing:
     def put(self, pieces: Sequence[tuple[Any, torch.Tensor]], *, wait: bool = True) -> bool:
         """Copy `pieces`, keys with bytes, uint8, 1-D; return whether it did: not without room for all, if not `wait`.
 
-        Then the source may change, on a device in stream order. After ``stop`` the bytes are discarded. Raise
-        ValueError for more bytes than the ring has.
+        Then the source may change, on a device in stream order. After ``stop`` the bytes are discarded.
         """
         nbytes = sum(round_up(source.numel(), self.align) for _, source in pieces)
         if nbytes > self.nbytes:
@@ -241,10 +234,7 @@ def _groups(pieces: _Pieces, most: int) -> Iterator[list[tuple[CopiedBlocks, tor
 
 
 class PendingSave:
-    """A save in progress; `ended` when it has been committed, or given up.
-
-    Methods are collective over its ranks unless stated otherwise.
-    """
+    """A save in progress; `ended` when it has been committed, or given up. Collective, but for methods that say so."""
 
     def __init__(
         self,
@@ -283,17 +273,14 @@ class PendingSave:
         most = min(BlockWriter.AT_ONCE, ring.nbytes // 4)  # a small ring is filled while it is emptied
 
         def pieces_of(buffer: GatherBuffer | None) -> _Pieces:
-            return (
-                (CopiedBlocks((place,), (0,)), memory_of(int(self._own[place]))) for place in places.get(buffer, ())
-            )
+            for place in places.get(buffer, ()):
+                yield CopiedBlocks((place,), (0,)), memory_of(int(self._own[place]))
 
-        first = _groups(pieces_of(None), most)
-        if collected.recalled is not None:  # only scalars are copied, so that all pieces may be there at a time
-            nbytes = sum(round_up(size, ring.align) for size in collected.sizes(comm.rank))
-            first = _groups(
-                collected.recalled.known.sources.pieces(collected.recalled.tensors),
-                ring.nbytes if nbytes <= ring.nbytes else most,
-            )
+        pieces, at_once = pieces_of(None), most
+        if (recalled := collected.recalled) is not None:  # only scalars are copied: all pieces may be there at a time
+            fit = sum(round_up(size, ring.align) for size in collected.sizes(comm.rank)) <= ring.nbytes
+            pieces, at_once = recalled.known.sources.pieces(recalled.tensors), ring.nbytes if fit else most
+        first = _groups(pieces, at_once)
         ring.start()
         _uncommitted[self] = None
         # They begin later, as they would take half of the time from the copies; but to start a thread takes long once
@@ -407,10 +394,8 @@ class PendingSave:
 
         def commit() -> None:
             with naming_write_errors(self.path):
-                metadata_image = self._laying.result()
-                self._temporary.commit(
-                    metadata_image, extent_rows(self._content.plan, metadata_image.offsets, everyone)
-                )
+                image = self._laying.result()
+                self._temporary.commit(image, self._content.plan.extent_rows(image.offsets, everyone))
             self._committed(self.path)
 
         if self._comm.rank == 0:
@@ -466,7 +451,7 @@ class PendingSave:
         while True:
             try:
                 return stack.enter_context(self._temporary.opened())
-            except TemporaryFileMissingError:
+            except TemporaryFileGoneError:
                 late = self._made_s is not None and time.monotonic() - self._made_s > VISIBLE_WITHIN_S
                 if late or self._comm.rank == 0 or self._ring.stopped:
                     raise

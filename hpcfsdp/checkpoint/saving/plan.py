@@ -33,16 +33,11 @@ BLOCK_DTYPE = np.dtype(
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """The tensors of a checkpoint, in file order, and the blocks that tile them.
-
-    Attributes:
-        blocks: of ``BLOCK_DTYPE``, sorted by tensor and start.
-        links: (alias, path of the tensor).
-    """
+    """The tensors of a checkpoint, in file order, and the blocks that tile them."""
 
     specs: tuple[TensorSpec, ...]
-    blocks: np.ndarray
-    links: tuple[tuple[str, str], ...]
+    blocks: np.ndarray  # of ``BLOCK_DTYPE``, sorted by tensor and start
+    links: tuple[tuple[str, str], ...]  # (alias, path of the tensor)
     num_ranks: int
 
     @property
@@ -63,6 +58,17 @@ class SavePlan:
         blocks = self.blocks[places]
         return blocks["numel"].astype(np.int64) * blocks["count"] * self.itemsizes[blocks["tensor"]]
 
+    def extent_rows(self, offsets: Sequence[int], sums: Sequence[bytes]) -> np.ndarray:
+        """Return the table of extents; `sums` are the bytes of each rank's checksums, in the order of its blocks."""
+        rows, tensors = np.zeros(len(self.blocks), schema.EXTENT_DTYPE), self.blocks["tensor"]
+        for name in BLOCK_DTYPE.names:
+            rows[name] = self.blocks[name]
+        starts = self.blocks["start"] * self.itemsizes.astype(np.uint64)[tensors]
+        rows["byte_offset"] = np.asarray(offsets, np.uint64)[tensors] + starts
+        # A stable sort by rank has each rank's blocks in the order in which it has them.
+        rows["checksum"][np.argsort(self.blocks["rank"], kind="stable")] = np.frombuffer(b"".join(sums), np.uint64)
+        return rows
+
     def fingerprint(self) -> str:
         """Return a text that is equal for equal plans."""
         digest = hashlib.blake2b(repr((self.specs, self.links, self.num_ranks)).encode(), digest_size=8)
@@ -73,7 +79,7 @@ class SavePlan:
 def plan_save(
     tensors: Sequence[tuple[str, StateTensor]], num_ranks: int, block_bytes: int = schema.BLOCK_BYTES
 ) -> SavePlan:
-    """Tile each tensor, with its group in the file, with blocks of at most `block_bytes`, along the runs of the ranks.
+    """Tile each tensor, given with its group in the file, with blocks of at most `block_bytes`, along the ranks' runs.
 
     Ranks with copies share the work: all of them split long runs equally; fewer ranks, those with the least to write
     so far, split shorter ones. Raise CheckpointError as ``check_names`` and ``check_tiling``.
@@ -189,10 +195,7 @@ def plan_alone(
 
 
 def box_blocks(shape: Sequence[int], box: Box, itemsize: int, block_bytes: int = schema.BLOCK_BYTES) -> np.ndarray:
-    """Return the blocks of a box, of ``BLOCK_DTYPE``, in the order of its elements; tensor and rank are 0.
-
-    Each has, and spans in the file, at most `block_bytes` bytes.
-    """
+    """Return the blocks of a box in the order of its elements. Each spans at most `block_bytes`; rank, tensor are 0."""
     if not box.numel:
         return np.empty(0, BLOCK_DTYPE)
     levels = levels_of(shape, box)

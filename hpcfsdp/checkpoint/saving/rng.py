@@ -60,10 +60,7 @@ def gather(comm: Communicator, mine: States) -> States:
 
 
 def scatter(comm: Communicator, form: States, of_ranks: States) -> States:
-    """Return this rank's row of rank 0's states; the last row for ranks beyond. Collective over `comm`.
-
-    All ranks have their `form`, the same without rows.
-    """
+    """Return this rank's row, or the last, of rank 0's states, of which all ranks have the `form`. Collective."""
     received = torch.empty(sum(map(_row_bytes, form.values())), dtype=torch.uint8, device=comm.device)
     inputs = None
     if comm.rank == 0:

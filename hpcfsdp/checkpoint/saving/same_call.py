@@ -76,10 +76,7 @@ def all_agree(comm: Communicator, *facts: bool) -> list[bool]:
 
 
 def compare(call: str, everyone: Sequence[Facts]) -> None:
-    """Raise DisagreementError for the first value of `everyone`, by rank, that differs from rank 0's. Not collective.
-
-    It is the same on all ranks if `everyone` is.
-    """
+    """Raise DisagreementError for the first value that differs from rank 0's. `everyone` is the same on all ranks."""
     for key in dict.fromkeys(itertools.chain(*everyone)):
         values = [facts.get(key, "nothing") for facts in everyone]
         differing = [rank for rank, value in enumerate(values) if values[0] != value]

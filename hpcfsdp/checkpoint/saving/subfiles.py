@@ -21,7 +21,7 @@ from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.retention import part_path
 from hpcfsdp.checkpoint.saving.content import Content
 from hpcfsdp.checkpoint.saving.plan import SavePlan
-from hpcfsdp.checkpoint.saving.temporary import BlockWriter, BytesOf, TemporaryFile, extent_rows, naming_write_errors
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, BytesOf, TemporaryFile, naming_write_errors
 from hpcfsdp.checkpoint.saving.writer import PosixWriter
 from hpcfsdp.comm import Communicator, of_rank_0, raise_together
 from hpcfsdp.launch.topology import Topology
@@ -33,25 +33,16 @@ virtual dataset names whenever it is read."""
 
 @dataclass(frozen=True, eq=False)
 class NodePart:
-    """The content of a node's part file.
-
-    Attributes:
-        blocks: places in the whole plan, ascending.
-        plan: the part's own, of the same blocks: for each tensor the node's elements, 1-D, in the order of the tensor.
-        tensors: by tensor of the part, its number in the whole plan.
-    """
+    """The content of a node's part file."""
 
     node: int
-    blocks: np.ndarray
-    plan: SavePlan
-    tensors: np.ndarray
+    blocks: np.ndarray  # places in the whole plan, ascending
+    plan: SavePlan  # of these blocks: for each tensor the node's elements, 1-D, in the order of the tensor
+    tensors: np.ndarray  # by tensor of the part, its number in the whole plan
 
 
 def divide(plan: SavePlan, topology: Topology, least_bytes: int = LEAST_BYTES) -> list[NodePart]:
-    """Divide a plan into parts, one for each node that writes, of tensors of `least_bytes` and more.
-
-    Scalars and smaller tensors stay in the checkpoint.
-    """
+    """Divide a plan into parts, one for each node that writes; scalars and smaller tensors stay in the checkpoint."""
     node_of_rank = np.array([topology.node_rank(rank) for rank in range(topology.size)], np.int64)
     # Elements that do not follow each other would have to, in a file that has nothing between them.
     in_runs = np.bincount(plan.blocks["tensor"], plan.blocks["count"] > 1, len(plan.specs)) == 0
@@ -168,7 +159,7 @@ class SubfilesWriter(PosixWriter):
         everyone = self._to_those_concerned(self._sums.view(np.int64), counts.tolist())
         # The checksums of other nodes are 0 on ranks that do not write them.
         sums = [own.tobytes() or bytes(8 * count) for own, count in zip(everyone, counts.tolist(), strict=True)]
-        rows = extent_rows(self._content.plan, self._offsets, sums)
+        rows = self._content.plan.extent_rows(self._offsets, sums)
         with raise_together(comm) as exchange, naming_write_errors(path):
             if self._leads:
                 footer = self._part_temporary.commit(self._part_metadata_image, self._rows_of(self._own, rows))
@@ -200,10 +191,7 @@ class SubfilesWriter(PosixWriter):
                         disk.remove(path)
 
     def _to_those_concerned(self, values: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-        """By rank, its values, int64, if it is of this node or this is rank 0; else an empty array. Collective.
-
-        On all ranks they would grow with nodes and tensors. `sizes` are the numbers of values, by rank.
-        """
+        """Return int64 values of all ranks on rank 0, else of this node's, and empty arrays; by rank. Collective."""
         comm = self._comm
         mine = torch.from_numpy(values).to(comm.device)
         is_near = [node == self._node_of[comm.rank] for node in self._node_of]

@@ -24,7 +24,7 @@ BytesOf = Callable[[int], np.ndarray]
 """Of a block, by its place in the plan: its bytes, uint8, 1-D, the runs one after the other."""
 
 
-class TemporaryFileMissingError(CheckpointError):
+class TemporaryFileGoneError(CheckpointError):
     """This rank does not find the file that the checkpoint is being written to."""
 
 
@@ -40,10 +40,7 @@ class TemporaryFile:
         self.has_name = False
 
     def create(self, nbytes: int, elsewhere: int = 0) -> None:
-        """Make the file, all holes, and remove what earlier saves of this path have abandoned.
-
-        Other files next to it will need `elsewhere` bytes. Raise CheckpointError without enough room.
-        """
+        """Make the file, all holes, if there is room for it and `elsewhere` bytes; remove what saves have abandoned."""
         folder = self.path.parent
         missing = list(itertools.takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,11 +60,11 @@ class TemporaryFile:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
-        """Yield a descriptor to write with and sync; raise TemporaryFileMissingError where there is no file."""
+        """Yield a descriptor to write with and sync; raise TemporaryFileGoneError where there is no file."""
         try:
             fd = disk.open_to_write(self.partial)
         except FileNotFoundError as error:
-            raise TemporaryFileMissingError(
+            raise TemporaryFileGoneError(
                 f"{self.partial.name} is gone, or this rank does not see the folder of rank 0: save to a file system "
                 "that all ranks share"
             ) from error
@@ -121,19 +118,16 @@ def naming_write_errors(path: Path) -> Iterator[None]:
     except CheckpointError as error:
         if str(error).startswith(f"{path}: "):
             raise
-        is_missing = isinstance(error, TemporaryFileMissingError)  # a kind that other ranks do not know
+        is_missing = isinstance(error, TemporaryFileGoneError)  # a kind that other ranks do not know
         raise (CheckpointError if is_missing else type(error))(f"{path}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot write the checkpoint: {reason(error)}") from error
 
 
 class BlockWriter:
-    """Write blocks of a plan, whose tensors begin at `offsets`; adjacent blocks go to the system in one call.
+    """Write blocks of a plan, whose tensors begin at `offsets`; adjacent blocks go to the system in one call."""
 
-    At most ``AT_ONCE`` bytes and one block are in memory until they are written.
-    """
-
-    AT_ONCE = 4 << 20
+    AT_ONCE = 4 << 20  # so many bytes and one block are in memory until they are written
     SYNC_EVERY = 32 << 20
 
     def __init__(self, fd: int, plan: SavePlan, offsets: Sequence[int], bytes_of: BytesOf) -> None:
@@ -183,17 +177,3 @@ class BlockWriter:
         if self._end - self._dirty >= self.SYNC_EVERY:  # the disk has something to do while checksums are computed
             disk.start_sync(self._fd, self._dirty, self._end - self._dirty)
             self._dirty = self._end
-
-
-def extent_rows(plan: SavePlan, offsets: Sequence[int], sums: Sequence[bytes]) -> np.ndarray:
-    """Return the table of extents; `sums` are the bytes of each rank's checksums, in the order of its blocks."""
-    blocks = plan.blocks
-    rows = np.zeros(len(blocks), schema.EXTENT_DTYPE)
-    for name in blocks.dtype.names:
-        rows[name] = blocks[name]
-    at = np.asarray(offsets, np.uint64)[blocks["tensor"]]
-    rows["byte_offset"] = at + blocks["start"] * plan.itemsizes.astype(np.uint64)[blocks["tensor"]]
-    # A stable sort by rank has each rank's blocks in the order in which it has them.
-    order = np.argsort(blocks["rank"], kind="stable")
-    rows["checksum"][order] = np.frombuffer(b"".join(sums), np.uint64)
-    return rows

@@ -28,7 +28,7 @@ from hpcfsdp.checkpoint.saving.content import (
 )
 from hpcfsdp.checkpoint.saving.plan import SavePlan, plan_alone
 from hpcfsdp.checkpoint.saving.same_call import Facts, GivenPath, Rank0Value, compare_calls
-from hpcfsdp.checkpoint.saving.temporary import BlockWriter, BytesOf, TemporaryFile, extent_rows, naming_write_errors
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, BytesOf, TemporaryFile, naming_write_errors
 from hpcfsdp.comm import Communicator, of_rank_0, raise_together
 from hpcfsdp.errors import CheckpointError, nearest
 from hpcfsdp.hang.calls import public_call
@@ -86,10 +86,7 @@ def save(
 
 
 def save_given(
-    comm: Communicator,
-    path_of: Callable[[], str | os.PathLike[str] | None],
-    given: SaveArguments,
-    writer: str,
+    comm: Communicator, path_of: Callable[[], str | os.PathLike[str] | None], given: SaveArguments, writer: str
 ) -> Path:
     """As ``save``. `path_of` may raise on any rank; then all ranks raise. Collective over `comm`."""
     temporary = make_temporary_file(comm, path_of, given, writer)
@@ -211,7 +208,7 @@ class PosixWriter:
         def commit() -> None:
             assert self._metadata_image is not None  # made by ``begin``, on this rank
             with naming_write_errors(self._temporary.path):
-                self._temporary.commit(self._metadata_image, extent_rows(self._content.plan, self._offsets, everyone))
+                self._temporary.commit(self._metadata_image, self._content.plan.extent_rows(self._offsets, everyone))
 
         of_rank_0(self._comm, commit)
 
@@ -253,14 +250,10 @@ def write_alone(
     groups: Sequence[Mapping[str, Any]] | None = None,
     scalars: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a checkpoint file; not collective. At most a few blocks are in memory at a time.
+    """Write a checkpoint file, in whose order `read` gives elements, each once; not collective.
 
-    Raise CheckpointError where it cannot be written, or a name or value cannot be stored.
-
-    Args:
-        read: called for each element of a tensor once, in the order of the file.
-        links: (alias, path of the tensor).
-        groups, scalars: of the optimizer, see ``content.small_values``; None without one.
+    A few blocks are in memory at a time. Raise CheckpointError where it cannot be written, or a name or value cannot be
+    stored. `links` are (alias, path of the tensor); for `groups` and `scalars` see ``small_values``.
     """
     target = Path(os.path.abspath(os.path.expanduser(path)))
     temporary = TemporaryFile(target, new_token())
@@ -276,10 +269,9 @@ def write_alone(
                     tensor, start, numel = plan.blocks[["tensor", "start", "numel"]][index].item()
                     return np.ascontiguousarray(read(plan.specs[tensor], start, numel)).view(np.uint8)
 
-                blocks = BlockWriter(fd, plan, metadata_image.offsets, bytes_of)
-                sums = blocks.write(np.arange(len(plan.blocks)))
+                sums = BlockWriter(fd, plan, metadata_image.offsets, bytes_of).write(np.arange(len(plan.blocks)))
                 disk.sync(fd)
-            temporary.commit(metadata_image, extent_rows(plan, metadata_image.offsets, [sums.tobytes()]))
+            temporary.commit(metadata_image, plan.extent_rows(metadata_image.offsets, [sums.tobytes()]))
         except BaseException:
             temporary.discard()
             raise

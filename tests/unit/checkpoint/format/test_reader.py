@@ -19,7 +19,7 @@ from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving import plan as planning
 from hpcfsdp.checkpoint.saving.content import Content, root_attributes
-from hpcfsdp.checkpoint.saving.temporary import BlockWriter, TemporaryFile, extent_rows
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter, TemporaryFile
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from tests.unit.checkpoint.hostile import READ_ALL
@@ -477,7 +477,7 @@ def strided(tmp_path_factory):
     with temporary.opened() as fd:
         writer = BlockWriter(fd, save_plan, metadata_image.offsets, parts.__getitem__)
         sums = [writer.write(save_plan.blocks_of(r)).tobytes() for r in range(len(columns))]
-    temporary.commit(metadata_image, extent_rows(save_plan, metadata_image.offsets, sums))
+    temporary.commit(metadata_image, save_plan.extent_rows(metadata_image.offsets, sums))
     return path, values
 
 

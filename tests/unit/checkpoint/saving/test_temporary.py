@@ -15,7 +15,7 @@ from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.format.index import check_extents, open_index
 from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.saving.plan import BLOCK_DTYPE, SavePlan, plan_alone
-from hpcfsdp.checkpoint.saving.temporary import BlockWriter, extent_rows
+from hpcfsdp.checkpoint.saving.temporary import BlockWriter
 from hpcfsdp.checkpoint.saving.writer import write_alone
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from tests.disks import Cut, Failing, Forgetful, Logged, Watched, folder_of, power_cuts, using, value_of
@@ -245,7 +245,7 @@ def test_each_rank_writes_where_the_table_says_under_its_checksum(tmp_path_facto
     content = path.read_bytes()
     for spec, offset in zip(plan.specs, offsets, strict=True):
         assert content[offset : offset + spec.nbytes] == values[spec.path]
-    rows = extent_rows(plan, offsets, sums)
+    rows = plan.extent_rows(offsets, sums)
     checked(plan, rows, size)
     for place, row in enumerate(rows):
         assert row["checksum"] == schema.checksum(bytes_of(place).tobytes())
@@ -337,7 +337,7 @@ def test_a_table_of_extents_with_a_fault_is_refused(made, name, data):
     offsets, size = laid_out(plan, gaps)
     if not len(plan.blocks):
         return
-    rows = extent_rows(plan, offsets, [bytes(8 * len(plan.blocks_of(rank))) for rank in range(3)])
+    rows = plan.extent_rows(offsets, [bytes(8 * len(plan.blocks_of(rank))) for rank in range(3)])
     before = rows.copy()
     changed = FAULTS[name](rows, data.draw(st.integers(0, len(rows) - 1)), plan)
     rows = rows if changed is None else changed
@@ -349,7 +349,7 @@ def test_a_table_of_extents_with_a_fault_is_refused(made, name, data):
 
 def test_tensors_that_lie_on_something_else_are_refused():
     plan = plan_alone(SPECS[:2])
-    rows = extent_rows(plan, [0, 364], [bytes(16)])
+    rows = plan.extent_rows([0, 364], [bytes(16)])
     checked(plan, rows, 370)
     for regions in ([(0, 1)], [(363, 364)], [(100, 104)]):
         with pytest.raises(CheckpointCorruptError, match="two of its byte ranges overlap"):
