@@ -300,11 +300,11 @@ def memory_of_blocks(plan: SavePlan, tensors: Sequence[StateTensor]) -> Callable
 
     def memory_of(index: int) -> torch.Tensor:
         nonlocal flat
-        start = starts.item(index)
-        piece = tensors[of.item(index)].piece_of(start)
-        if flat is None or flat[0] is not piece:
-            flat = piece, piece.flat()  # a copy unless it is contiguous
-        return flat[1].narrow(0, start - piece.start, numels.item(index)).view(torch.uint8)
+        start, tensor = starts.item(index), tensors[of.item(index)]
+        piece = tensor.piece_of(start)
+        whole = flat[1] if flat is not None and flat[0] is piece else piece.flat()  # a copy unless it is contiguous
+        flat = (piece, whole) if tensor.buffer is None else None  # the memory of a buffer would outlive ``free``
+        return whole.narrow(0, start - piece.start, numels.item(index)).view(torch.uint8)
 
     return memory_of
 

@@ -6,6 +6,8 @@ import shutil
 import stat
 import subprocess
 import sys
+import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import h5py
@@ -18,8 +20,11 @@ import hpcfsdp
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.disk import System
+from hpcfsdp.checkpoint.saving.content import memory_of_blocks
+from hpcfsdp.checkpoint.saving.plan import plan_save
 from hpcfsdp.errors import CheckpointError, DisagreementError
 from hpcfsdp.fsdp import FullyShardedDataParallel
+from hpcfsdp.state.tensors import GatherBuffer, replicated
 from tests.disks import using
 
 pytestmark = pytest.mark.hdf5
@@ -502,3 +507,26 @@ def test_ranks_with_different_buffers_raise_before_anything_is_written(tmp_path,
         assert type(error) is DisagreementError
         assert "the plan of the checkpoint (the tensors of model and optimizer) differs between ranks" in str(error)
     assert os.listdir(tmp_path) == []
+
+
+def test_the_memory_of_a_gathered_tensor_is_free_before_the_next_one_is_gathered():
+    class Buffer(GatherBuffer):
+        memory = torch.empty(6)
+
+        def tensors(self):
+            return [self.memory]
+
+        def gather(self):
+            values = np.arange(6, dtype=np.float32)
+            self.values, self.memory.data = weakref.ref(values), torch.from_numpy(values)
+
+        scatter = None
+
+    buffer = Buffer()
+    tensors = [replace(replicated("w", buffer.memory), buffer=buffer)]
+    memory_of = memory_of_blocks(plan_save([("model", tensor) for tensor in tensors], 1), tensors)
+    buffer.gather()
+    assert memory_of(0).view(torch.float32).tolist() == list(range(6))
+    assert buffer.values() is not None
+    buffer.free()
+    assert buffer.values() is None
