@@ -67,9 +67,9 @@ def test_files_are_opened_safely_or_for_a_reason():
     found = modules_that(
         lambda name, last: name in own or last in ("read_text", "read_bytes", "from_file") or name.endswith(").open")
     )
-    # Of checkpoints, ``disk`` opens regular files alone; MappedTensors.open and access.read_bytes go through it.
-    through = {"hpcfsdp.checkpoint." + name for name in ("format.access", "convert.safetensors", "inspect.verify")}
-    through |= {"hpcfsdp.checkpoint.convert.torch_output"}
+    # Of checkpoints, ``disk`` opens regular files alone; access.read_bytes goes through it.
+    through = ("format.access", "convert.pickles", "convert.safetensors", "inspect.verify")
+    through = {f"hpcfsdp.checkpoint.{name}" for name in through}
     assert found - through == {f"hpcfsdp.{name}" for name in FILES}
 
 

@@ -149,13 +149,12 @@ def new_files(
             for path in sizes:
                 disk.sync(fds[path])
                 disk.close(fds.pop(path))
-            several = first != index
-            for path in (*replaced, index) if several else ():
+            for path in (*replaced, index) if first != index else ():
                 disk.remove(path)
             for path, partial in partials.items():
                 disk.rename(partial, path)
                 named.append(path)
-            for path in () if several else replaced:
+            for path in replaced if first == index else ():
                 disk.remove(path)
             disk.sync_folder(first.parent)
     except BaseException:

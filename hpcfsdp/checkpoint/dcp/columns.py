@@ -233,7 +233,7 @@ class ColumnExchange:
     ) -> list[np.ndarray]:
         """Return the rows of a round, each as an array of its sizes, until the next round. Collective over `comm`.
 
-        Values of an item have the shape of its box. In a context of `agree`, collective too, all raise what one raises.
+        Values of an item have the shape of its box. In a context of `agree` all ranks raise what one raises.
         """
         size, rank = self._comm.size, self._comm.rank
         with agree():

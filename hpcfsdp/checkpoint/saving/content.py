@@ -151,7 +151,7 @@ class Collected:
     @property
     def is_on_accelerator(self) -> bool:
         """Whether this rank has any of it there."""
-        pieces = [piece.tensor for tensor in self.tensors for piece in tensor.pieces]
+        pieces = (piece.tensor for tensor in self.tensors for piece in tensor.pieces)
         tensors = pieces if self.recalled is None else self.recalled.tensors
         return any(accelerator.is_accelerator(tensor.device) for tensor in tensors)
 

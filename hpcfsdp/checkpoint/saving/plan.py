@@ -90,18 +90,17 @@ def plan_save(
         specs.append(TensorSpec(f"{group}/{tensor.name}", tensor.shape, str(tensor.dtype).removeprefix("torch.")))
         links += [(f"{group}/{alias}", specs[-1].path) for alias in tensor.aliases]
     check_names(specs, links)
-    runs, loads, parts = [tensor.runs for _, tensor in tensors], np.zeros(num_ranks, np.int64), {}
+    runs, loads = [tensor.runs for _, tensor in tensors], np.zeros(num_ranks, np.int64)
+    parts = [(each.edges, each.ranks) for each in runs]
     ways = [_num_writers(each, spec.itemsize) for each, spec in zip(runs, specs, strict=True)]
     # Runs that all ranks with a copy write come first: the others then even out the loads.
     for index in sorted(range(len(specs)), key=lambda index: ways[index] < runs[index].ranks.shape[1]):
-        writers = runs[index].ranks
+        edges, writers = parts[index]
         if ways[index] < writers.shape[1]:
             lightest = np.argsort(loads[writers], axis=1, kind="stable")[:, : ways[index]]
             writers = np.take_along_axis(writers, lightest, axis=1)
-        edges, writers = _split(runs[index].edges, ways[index]), writers.reshape(-1)
+        edges, writers = parts[index] = _split(edges, ways[index]), writers.reshape(-1)
         np.add.at(loads, writers, (edges[1:] - edges[:-1]) * specs[index].itemsize)
-        parts[index] = edges, writers
-    parts = [parts[index] for index in range(len(specs))]
     plan = SavePlan(tuple(specs), _cut(specs, parts, block_bytes), tuple(links), num_ranks)
     check_tiling(plan)
     return plan

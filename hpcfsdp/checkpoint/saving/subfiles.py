@@ -135,9 +135,7 @@ class SubfilesWriter(PosixWriter):
                 return
             part = self._parts[own]
             fds.append(stack.enter_context(self._part_temporary.opened()))
-            there = BlockWriter(
-                fds[1], part.plan, self._part_offsets[own], lambda place: bytes_of(int(part.blocks[place]))
-            )
+            there = BlockWriter(fds[1], part.plan, self._part_offsets[own], lambda at: bytes_of(int(part.blocks[at])))
 
             def write(indices: np.ndarray) -> np.ndarray:
                 sums = np.zeros(len(indices), np.uint64)
@@ -214,7 +212,7 @@ class SubfilesWriter(PosixWriter):
     def _rows_of(self, number: int, whole: np.ndarray) -> np.ndarray:
         """Return a part's table of extents, from that of the whole."""
         part, offsets = self._parts[number], self._part_offsets[number]
-        rows = whole[part.blocks].copy()
+        rows = whole[part.blocks]
         for name in part.plan.blocks.dtype.names:
             rows[name] = part.plan.blocks[name]
         tensors = rows["tensor"]
