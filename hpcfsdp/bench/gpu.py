@@ -88,7 +88,8 @@ def measure(
     _compat.init_fake_group(ranks, device)
     try:
         own = FakeCommunicator(0, ranks, device=device)
-        return table(about, *_measured(FakeCommunicator(), own, options, repeats))
+        found = table(about, *_measured(FakeCommunicator(), own, options, repeats))
+        return found._replace(facts=[("ranks", ranks)])
     finally:
         dist.destroy_process_group()
 

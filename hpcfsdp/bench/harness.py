@@ -124,7 +124,7 @@ class Ratio(NamedTuple):
 class Table(NamedTuple):
     """A measurement as a table, and as JSON; perhaps with a line above it, and notes and a second table below it.
 
-    `ratios` go into the summary of all benchmarks.
+    `ratios` go into the summary of all benchmarks, `facts` into the JSON of the command.
     """
 
     columns: Sequence[str]
@@ -134,6 +134,7 @@ class Table(NamedTuple):
     second: Table | None = None
     heading: str = ""
     ratios: Sequence[Ratio] = ()
+    facts: Sequence[tuple[str, Any]] = ()
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of Markdown."""

@@ -84,7 +84,7 @@ def table(units: int, times: Mapping[str, Times], skipped: Mapping[str, str]) ->
         for engine in (OWN, OWN_ROWS)
         if {engine, "fsdp2"} <= set(over)
     ]
-    return Table(columns, rows, as_json, notes, ratios=ratios)
+    return Table(columns, rows, as_json, notes, ratios=ratios, facts=(("ranks", RANKS), ("units", units)))
 
 
 def shard_rows(model: nn.Module, unit: type[nn.Module], comm: FakeCommunicator) -> None:

@@ -143,10 +143,10 @@ def _main(arguments: Sequence[str]) -> int:
     module, name = _BENCHMARKS[what][0].split(".")
     measure = getattr(importlib.import_module(f"hpcfsdp.bench.{module}"), name)
     given = {name: getattr(options, name) or default for name, default in _BENCHMARKS[what][1].items()}
+    facts = {}
     if alone:
         torch.set_num_threads(1)
-        ranks = {"gpu": {"ranks": given.get("imagined_ranks")}, "host": {"ranks": 8, "units": given.get("units")}}
-        found, facts = measure(**given), ranks.get(what, {})
+        found = measure(**given)
     else:
         from hpcfsdp import world as worlds  # as torch
         from hpcfsdp.bench.step import quiet
@@ -171,7 +171,7 @@ def _main(arguments: Sequence[str]) -> int:
 def _print(found: Table, options: argparse.Namespace, facts: dict[str, Any]) -> None:
     if options.json:
         ratios = [ratio._asdict() for ratio in found.ratios]
-        report = {"host": env.host_name(), **facts, "measured": found.as_json, "ratios": ratios}
+        report = {"host": env.host_name(), **facts, **dict(found.facts), "measured": found.as_json, "ratios": ratios}
         print_json(plain_value({**report, "text": "\n".join(found.lines())}))
         return
     for line in found.lines():

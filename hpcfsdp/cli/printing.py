@@ -89,13 +89,15 @@ def _lines(
         else:
             yield from _under_name(row, cells[0] if number else None, kinds, widths, width, ellipsis)
         if notes and notes[number]:
-            yield from (_GAP + line for line in _wrapped(notes[number], width - len(_GAP)))
+            yield from (_GAP + line for line in _filled(notes[number].split(" "), width - len(_GAP), " "))
 
 
 def _row(row: list[str], kinds: list[str], widths: list[int], ellipsis: str) -> Iterator[str]:
     """Yield a row of the table; several lines where prose is wrapped."""
     parts = [
-        _wrapped(cell, size) if kind == "text" else [_shortened(cell, size, ellipsis) if kind == "name" else cell]
+        _filled(cell.split(" "), size, " ")
+        if kind == "text"
+        else [_shortened(cell, size, ellipsis) if kind == "name" else cell]
         for cell, kind, size in zip(row, kinds, widths, strict=True)
     ]
     for number in range(max(map(len, parts))):
@@ -118,19 +120,8 @@ def _under_name(
         cut = [[line[place] for place in others] for line in (row, kinds, widths)]
         yield from (_GAP + line for line in _row(*cut, ellipsis))
     elif header is not None:  # the row is not the header itself
-        yield from _flowing([f"{header[place]} {row[place]}" for place in others if row[place]], width)
-
-
-def _flowing(parts: list[str], width: int) -> Iterator[str]:
-    """Parts one after the other, on new lines where they would not fit. No part is cut."""
-    line = ""
-    for part in parts:
-        if line and _width(line + _GAP + part) > width:
-            yield line
-            line = ""
-        line += _GAP + part
-    if line:
-        yield line
+        parts = [f"{header[place]} {row[place]}" for place in others if row[place]]
+        yield from (_GAP + line for line in _filled(parts, width - len(_GAP), _GAP) if line)
 
 
 def _shortened(name: str, size: int, ellipsis: str) -> str:
@@ -147,14 +138,15 @@ def _shortened(name: str, size: int, ellipsis: str) -> str:
     return head + ellipsis + tail
 
 
-def _wrapped(text: str, size: int) -> list[str]:
-    """Lines of at most `size` columns, broken at spaces; a longer word is broken nowhere."""
+def _filled(parts: Iterable[str], size: int, gap: str) -> list[str]:
+    """Return lines of at most `size` columns, of parts with gaps between them; a longer part is broken nowhere."""
     lines = [""]
-    for word in text.split(" "):
-        if lines[-1] and _width(f"{lines[-1]} {word}") > size:
-            lines.append(word)
+    for part in parts:
+        joined = lines[-1] + gap + part if lines[-1] else part
+        if lines[-1] and _width(joined) > size:
+            lines.append(part)
         else:
-            lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
+            lines[-1] = joined
     return lines
 
 

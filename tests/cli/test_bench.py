@@ -167,6 +167,7 @@ def test_measurements_of_one_process_refuse_several_ranks(command, monkeypatch, 
     [
         ["nothing"],
         ["collectives", "--sizes", "-1"],
+        ["collectives", "--sizes", "1e-7"],  # less than a byte
         ["collectives", "--repeats", "0"],
         ["step", "--width", "12"],
         ["gpu", "--dtype", "fp8"],
