@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from hpcfsdp.checkpoint.format import entry_names as names
-from hpcfsdp.checkpoint.format.entry_names import EntryNames, EntryRequest, StateEntry
+from hpcfsdp.checkpoint.format.entry_names import EntryRequest, StateEntry
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.plain_values import from_plain
 from hpcfsdp.checkpoint.format.reader import BlockReader
@@ -72,14 +72,13 @@ class HDF5Reader(StorageReader):
             else:
                 tensors = [*index.tensors, *index.links]
                 entries = names.native_entries(tensors, index.param_groups, index.scalars, index.extra)
-            known = EntryNames(entries)
         except CheckpointError as error:
             self._failure = error
             return Metadata(_Unreadable(error))
-        request = EntryRequest(known, lambda one, other: _describe(index, one) == _describe(index, other))
+        request = EntryRequest(entries, lambda one, other: _describe(index, one) == _describe(index, other))
         self._opened = index, request
-        paths = {name: entry.path for name, entry in known.entries.items()}
-        return Metadata(_FileDescription(known, request, index), paths)
+        paths = {name: entry.path for name, entry in request.entries.items()}
+        return Metadata(_FileDescription(request, index), paths)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise CheckpointError if the file could not be read, see ``open_index``. Not collective."""
@@ -151,10 +150,10 @@ def value_of(index: CheckpointIndex, entry: StateEntry) -> Any:
 
 
 class _FileDescription(dict[str, Any]):
-    """torch's description of the file's content. It also finds entries under other names, see ``EntryNames``."""
+    """torch's description of the file's content. It also finds entries under other names, see ``EntryRequest``."""
 
-    def __init__(self, known: EntryNames, request: EntryRequest, index: CheckpointIndex) -> None:
-        super().__init__({name: _describe(index, entry) for name, entry in known.entries.items()})
+    def __init__(self, request: EntryRequest, index: CheckpointIndex) -> None:
+        super().__init__({name: _describe(index, entry) for name, entry in request.entries.items()})
         self._request, self._file = request, index
 
     def __contains__(self, name: object) -> bool:

@@ -172,59 +172,51 @@ def native_entries(
     return found
 
 
-class EntryNames:
-    """The entries of a file under all names that state dicts may use for them.
+class EntryRequest:
+    """The entries of a file that a load asks for, under any names that state dicts may use for them.
 
     Outer keys may differ from the saved ones: ``weight`` and ``model.weight`` can be the same parameter, ``optim`` and
     ``optimizer`` the same dict, and a dict around model and optimizer may be missing. But without outer keys
-    ``model.weight`` can also be the parameter of a module "model": only all names together decide; see
-    ``EntryRequest``.
+    ``model.weight`` can also be the parameter of a module "model": only all names together decide.
 
     Attributes:
         entries: by the saved name.
-        mappings: functions from a name to an entry or None: first by the saved names, then by other outer keys.
     """
 
-    def __init__(self, entries: Iterable[StateEntry]) -> None:
-        self.entries = {dotted(entry.path): entry for entry in entries}
+    def __init__(self, entries: Iterable[StateEntry], alike: Callable[[StateEntry, StateEntry], bool]) -> None:
+        """`alike`: whether two entries look the same to a planner, by shape and dtype of tensors."""
+        self.entries, self._alike = {dotted(entry.path): entry for entry in entries}, alike
         everyone = list(self.entries.values())
         outer = _outer([entry.path for entry in everyone])
         inner = _once((_with_optim(dotted(entry.path[outer:])), entry) for entry in everyone)
         standard = _once((_standard_name(entry), entry) for entry in everyone)
-        self.mappings: tuple[Callable[[str], StateEntry | None], ...] = (
+        # From a name to an entry or None: first by the saved names, then by other outer keys. One must fit all names.
+        self._mappings: tuple[Callable[[str], StateEntry | None], ...] = (
             self.entries.get,
             lambda name: inner.get(_with_optim(name)),
             lambda name: standard.get(_with_optim(name)),
             lambda name: standard.get(f"{schema.MODEL}.{name}"),
         )
-
-
-class EntryRequest:
-    """The entries that a load asks for. One of the mappings of ``EntryNames`` must fit all names together."""
-
-    def __init__(self, names: EntryNames, alike: Callable[[StateEntry, StateEntry], bool]) -> None:
-        """`alike`: whether two entries look the same to a planner, by shape and dtype of tensors."""
-        self._names, self._alike = names, alike
-        self._possible = list(names.mappings)  # those that have found every name so far
+        self._possible = list(self._mappings)  # those that have found every name so far
         self._answers: dict[str, StateEntry | None] = {}
 
     def find(self, name: str) -> StateEntry | None:
         """Return an entry that looks like the one of this name, None without one; only ``settled`` decides which."""
         if name not in self._answers:
             self._possible = [mapping for mapping in self._possible if mapping(name) is not None]
-            self._answers[name] = (self._possible or self._names.mappings)[0](name)
+            self._answers[name] = (self._possible or self._mappings)[0](name)
         return self._answers[name]
 
     def settled(self, names: Iterable[str]) -> dict[str, StateEntry]:
         """Return the entries of these names and of those of ``find``; raise CheckpointMismatchError if it was wrong."""
         wanted = list(dict.fromkeys([*self._answers, *names]))
-        for mapping in self._names.mappings:
+        for mapping in self._mappings:
             found = {name: entry for name in wanted if (entry := mapping(name)) is not None}
             if found and len(found) == len(wanted) == len({id(entry) for entry in found.values()}):
                 break
         else:  # names that are not there are passed over: then by the names that were saved alone
-            found = {name: self._names.entries[name] for name in wanted if name in self._names.entries}
-            elsewhere = (name for name in wanted if any(mapping(name) for mapping in self._names.mappings))
+            found = {name: self.entries[name] for name in wanted if name in self.entries}
+            elsewhere = (name for name in wanted if any(mapping(name) for mapping in self._mappings))
             if not found and (name := next(elsewhere, None)) is not None:
                 self._refuse(name)
         for name, answer in self._answers.items():
@@ -241,7 +233,7 @@ class EntryRequest:
         raise CheckpointMismatchError(
             f"holds {name!r} only under other outer keys, and these do not fit all names of the state dict: use the "
             "outer keys that it was saved with, or leave out unsaved entries (the first name in the file is "
-            f"{next(iter(self._names.entries))!r})"
+            f"{next(iter(self.entries))!r})"
         )
 
 

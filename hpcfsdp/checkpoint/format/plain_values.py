@@ -100,9 +100,8 @@ def _form_of(item: Any, where: str) -> tuple[str, Any]:
         name, form = f"tensor {dtype}" if dtype in schema.WITHOUT_NUMPY else "tensor", _array_of(item, where)
     else:
         plain = next((f"{base.__name__}(...) of it" for base in _BASES if isinstance(item, base)), _ALLOWED)
-        raise CheckpointError(
-            f"{where} is a {name}, and nothing is pickled into a checkpoint: keep {plain} in its place, or leave it out"
-        )
+        what = f"{where} is a {name}, and nothing is pickled into a checkpoint"
+        raise CheckpointError(f"{what}: keep {plain} in its place, or leave it out")
     return name, form
 
 
@@ -118,10 +117,9 @@ def _array_of(tensor: Any, where: str) -> np.ndarray:
             values = values.view(torch.uint8)
         return np.asarray(values.numpy())
     except (TypeError, NotImplementedError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{where} is a tensor of {tensor.dtype} on {tensor.device} that no array can hold ({error}): save a dense "
-            "one of another dtype, such as tensor.float(), or leave it out"
-        ) from None
+        what = f"{where} is a tensor of {tensor.dtype} on {tensor.device} that no array can hold ({error})"
+        remedy = "save a dense one of another dtype, such as tensor.float(), or leave it out"
+        raise CheckpointError(f"{what}: {remedy}") from None
 
 
 def _tensor_of(array: np.ndarray, dtype: str) -> Any:

@@ -200,9 +200,8 @@ def _ranges(key: Any, shape: tuple[int, ...]) -> tuple[list[range], set[int]]:
         try:
             place = operator.index(part)
         except TypeError:
-            raise IndexError(
-                f"{part!r} is not supported as an index: use whole numbers, slices and '...', and index the result"
-            ) from None
+            what = f"{part!r} is not supported as an index: use whole numbers, slices and '...', and index the result"
+            raise IndexError(what) from None
         if not -size <= place < size:
             raise IndexError(f"{place} is outside of dimension {dim}, which has {size} elements")
         ranges.append(range(place % size, place % size + 1))

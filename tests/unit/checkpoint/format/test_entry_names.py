@@ -1,7 +1,7 @@
 import pytest
 
 from hpcfsdp.checkpoint.format import entry_names as names
-from hpcfsdp.checkpoint.format.entry_names import EntryNames, EntryRequest, StateEntry, place_entries
+from hpcfsdp.checkpoint.format.entry_names import EntryRequest, StateEntry, place_entries
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
 
 
@@ -117,13 +117,13 @@ NATIVE = names.native_entries(["model/w", "model/v", "optim/state/w/m"], [{"lr":
     ],
 )
 def test_entries_are_found_under_other_outer_keys_if_all_of_them_are(asked, expected):
-    assert found(EntryNames(NATIVE), *asked) == expected
+    assert found(NATIVE, *asked) == expected
 
 
 @pytest.mark.parametrize("asked", [("w", "x"), ("x", "w"), ("app.model.w", "w"), ("model.model.w", "w")])
 def test_names_that_fit_no_outer_keys_together_are_refused(asked):
     with pytest.raises(CheckpointMismatchError, match="holds 'w' only under other outer keys"):
-        found(EntryNames(NATIVE), *asked)
+        found(NATIVE, *asked)
 
 
 @pytest.mark.parametrize("order", [list, reversed], ids=["as they are", "reversed"])
@@ -136,22 +136,21 @@ def test_names_that_fit_no_outer_keys_together_are_refused(asked):
     ],
 )
 def test_all_names_together_decide_what_one_of_them_means(saved, asked, expected, order):
-    known = EntryNames(names.native_entries(saved, None, None, {}))
+    known = names.native_entries(saved, None, None, {})
     pairs = list(order(list(zip(asked, expected, strict=True))))
     assert found(known, *(name for name, _ in pairs)) == [path for _, path in pairs]
 
 
 def test_two_names_are_not_found_in_one_place():
-    known = EntryNames(place_entries({"model.w": ("model", "w"), "optim.x": ("optim", "x")}, {}).values())
+    known = place_entries({"model.w": ("model", "w"), "optim.x": ("optim", "x")}, {}).values()
     assert found(known, "optimizer.x", "model.w") == ["optim.x", "model.w"]
     with pytest.raises(CheckpointMismatchError, match=r"holds 'optimizer\.x' only under other outer keys"):
         found(known, "optimizer.x", "optim.x")
 
 
 def test_a_name_that_was_taken_for_something_of_another_shape_is_refused():
-    request = EntryRequest(
-        EntryNames(names.native_entries(["model/w", "model/model.w"], None, None, {})), lambda one, other: False
-    )
+    known = names.native_entries(["model/w", "model/model.w"], None, None, {})
+    request = EntryRequest(known, lambda one, other: False)
     assert request.find("model.w").place == ("model", "w")
     assert request.find("w").place == ("model", "w")
     with pytest.raises(CheckpointMismatchError, match=r"'model\.w' may be 'model\.w' or 'model\.model"):
@@ -159,10 +158,10 @@ def test_a_name_that_was_taken_for_something_of_another_shape_is_refused():
 
 
 def test_what_was_saved_with_fewer_or_more_outer_keys_is_found():
-    bare = EntryNames(place_entries({"w": ("w",)}, {}).values())
+    bare = place_entries({"w": ("w",)}, {}).values()
     assert found(bare, "model.w") == found(bare, "w") == ["w"]
     app = {name: tuple(name.split(".")) for name in ("app.model.w", "app.optimizer.state.w.m")}
-    known = EntryNames(place_entries(app, {"app.epoch": ("app", "epoch")}).values())
+    known = place_entries(app, {"app.epoch": ("app", "epoch")}).values()
     everything = ["app.model.w", "app.optimizer.state.w.m", "app.epoch"]
     assert found(known, *everything) == everything
     assert found(known, "model.w", "optim.state.w.m", "epoch") == everything
