@@ -1,7 +1,5 @@
 """Manage the checkpoints of a training in one folder: save, remove and load them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -139,7 +137,7 @@ class CheckpointManager:
         self._swept_s: float | None = None
         self._has_saved = self._warned = self._closed = False
 
-    def __enter__(self) -> CheckpointManager:
+    def __enter__(self) -> "CheckpointManager":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -4,8 +4,6 @@ A part stores the tensors' elements that one node wrote, next to the checkpoint 
 digest of its parts. A part's name is unique to one save: an old checkpoint and a new one never share a part.
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import os

@@ -1,7 +1,5 @@
 """Open checkpoint files: what they are, their bytes and footers, and the parts that HDF5 may parse. Not collective."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -31,7 +29,7 @@ class MemoryBudget:
         self._left = LEAST_ROOM_BYTES + ROOM_PER_BYTE * nbytes
 
     @classmethod
-    def of_file(cls, fd: int) -> MemoryBudget:
+    def of_file(cls, fd: int) -> "MemoryBudget":
         """Return the budget of an open file."""
         return cls(disk.allocated(fd))
 

@@ -1,7 +1,5 @@
 """Checkpoint files of a directory, by the step in their names, and files that saves have left. Open none of them."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import hashlib

@@ -3,8 +3,6 @@
 Calls that the operating system cuts short (a partial write, a signal) are repeated until they are complete.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -6,8 +6,6 @@ and a name, its path with dots. In the file the model's tensors are in ``model``
 each entry.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -55,7 +53,7 @@ class StateEntry:
         return {"path": list(self.path), self.kind: list(self.place), **types}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> StateEntry:
+    def from_json(cls, found: Mapping[str, Any]) -> "StateEntry":
         """Undo ``to_json``."""
         [kind] = set(found) - {"path", "types"}
         types = tuple((tuple(path), kind) for path, kind in found.get("types", ()))

@@ -4,8 +4,6 @@ It follows HDF5's part of the file. A reader checks it before HDF5 sees a byte, 
 written last, so it marks a complete checkpoint. Specified in docs/reference/checkpoint-format.md.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ HDF5 itself never writes to a disk: where it cannot flush, it ends the process (
 specified. It never reads unchecked bytes either: damaged ones have made it crash and hang.
 """
 
-from __future__ import annotations
-
 import bisect
 import io
 import os
@@ -47,7 +45,7 @@ class SparseImage(_Memory):
         self._pages: dict[int, bytearray] = {}
         self._shared: set[int] = set()  # pages that copies have as well
 
-    def copy(self) -> SparseImage:
+    def copy(self) -> "SparseImage":
         """Return a copy; both share each page until one of them writes to it."""
         image = SparseImage()
         image.nbytes, image._pages = self.nbytes, dict(self._pages)

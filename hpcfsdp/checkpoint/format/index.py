@@ -3,8 +3,6 @@
 Needs numpy and h5py alone. Execute nothing of a file.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

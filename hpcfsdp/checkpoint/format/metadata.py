@@ -7,8 +7,6 @@ The layout of thousands of tensors takes long, and is the same from one save to 
 a base, with the tensors and room for the attributes, and a copy of it with the values. The last bases are cached.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

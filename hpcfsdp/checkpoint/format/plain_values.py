@@ -4,8 +4,6 @@ A value comes back as it was, or it is refused; but sizes are tuples, and parame
 own types alone.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence

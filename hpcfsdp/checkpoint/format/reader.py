@@ -1,7 +1,5 @@
 """Verified reads of runs of a checkpoint's tensors. Needs numpy and h5py alone."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections import namedtuple
@@ -53,7 +51,7 @@ class BlockReader:
         self._scratch = np.empty(0, np.uint8)
         self._parts: dict[int, tuple[int, contextlib.ExitStack]] = {}  # descriptor, and a stack that closes it
 
-    def __enter__(self) -> BlockReader:
+    def __enter__(self) -> "BlockReader":
         """Open the file; raise CheckpointReplacedError if it is another one by now."""
         self._fd = self._stack.enter_context(open_file(self.path, self._index.footer))
         return self

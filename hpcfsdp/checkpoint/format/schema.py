@@ -3,8 +3,6 @@
 The layout is specified in docs/reference/checkpoint-format.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

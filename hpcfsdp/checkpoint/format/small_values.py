@@ -4,8 +4,6 @@ HDF5 has parsed them by then. Some layouts make it expand few bytes to many, or 
 package does not write is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping

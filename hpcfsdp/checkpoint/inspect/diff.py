@@ -1,7 +1,5 @@
 """Compare two checkpoints, a block at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Patterns of tensor names. Pure."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Elements of tensors, piece by piece: as numpy numbers, and their statistics."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator

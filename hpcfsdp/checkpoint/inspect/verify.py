@@ -1,7 +1,5 @@
 """Search a checkpoint file for all kinds of damage."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

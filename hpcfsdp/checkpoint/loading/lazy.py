@@ -1,7 +1,5 @@
 """``open``: a checkpoint as a mapping of tensors that are read on access. Needs no MPI."""
 
-from __future__ import annotations
-
 import math
 import operator
 import os
@@ -17,7 +15,7 @@ from hpcfsdp.checkpoint.inspect.stats import decoded
 from hpcfsdp.errors import nearest
 
 
-def open(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
+def open(path: str | os.PathLike[str], *, verify: bool = True) -> "Checkpoint":
     """Not collective. Open a checkpoint for reading: close it afterwards, or use it in a ``with`` statement.
 
     Args:
@@ -54,13 +52,13 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         """Close the file; tensors of it cannot be read any more."""
         self._reader.__exit__()
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> "Checkpoint":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __getitem__(self, path: str) -> LazyTensor:
+    def __getitem__(self, path: str) -> "LazyTensor":
         """Return a tensor by its path.
 
         Raises:

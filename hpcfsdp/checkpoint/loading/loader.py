@@ -1,7 +1,5 @@
 """``load``: each rank reads the runs it needs, wherever the ranks that wrote had their shards."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Match tensors of a checkpoint with those of a model. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
