@@ -1,7 +1,5 @@
 """``export_checkpoint``: a checkpoint in another format, written piece by piece. Not collective."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence

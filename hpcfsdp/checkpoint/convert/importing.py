@@ -1,7 +1,5 @@
 """``import_checkpoint``: a checkpoint from files of other programs, read piece by piece. Not collective."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What an export has, and files for other programs: they appear when they are complete, or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """``export_peft``: LoRA adapters of a checkpoint as ``PeftModel.from_pretrained`` reads them. Not collective."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

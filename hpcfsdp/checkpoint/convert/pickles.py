@@ -4,8 +4,6 @@ A pickle may use an object any number of times. Forty tuples, each with the prev
 traversing, printing or hashing them never ends.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import math

@@ -4,8 +4,6 @@ The library has tensors in memory; here a file is written, and read, piece by pi
 length in 8 bytes; the header, a JSON object padded with spaces; the bytes of all tensors without gaps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

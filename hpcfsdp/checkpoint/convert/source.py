@@ -1,7 +1,5 @@
 """The content of an import: sorted into model, optimizer and other values, and ties between its tensors."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence

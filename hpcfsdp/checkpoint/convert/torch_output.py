@@ -1,7 +1,5 @@
 """Write checkpoints in torch's formats: a file of ``torch.save``, or a folder of ``torch.distributed.checkpoint``."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import mmap

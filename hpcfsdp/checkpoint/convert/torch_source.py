@@ -1,7 +1,5 @@
 """Read torch's formats: files of ``torch.save``, folders of ``torch.distributed.checkpoint``. Execute nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

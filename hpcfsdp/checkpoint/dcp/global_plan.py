@@ -1,7 +1,5 @@
 """The coordinator's plan of a file, from the plans of all ranks for ``torch.distributed.checkpoint.save``. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``HDF5Reader``: ``torch.distributed.checkpoint.load`` reads an HDF5 file; each rank reads what it needs."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import os

@@ -1,7 +1,5 @@
 """``HDF5Writer``: ``torch.distributed.checkpoint.save`` writes one HDF5 file; each rank writes its parts."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

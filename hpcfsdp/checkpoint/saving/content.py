@@ -1,7 +1,5 @@
 """Collect the content of a checkpoint: the plan of its tensors, and the small values next to them."""
 
-from __future__ import annotations
-
 import datetime
 import operator
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ The file has the same bytes as with other writers: HDF5 opens a file that is com
 writes those. The commit writes again what HDF5 may have changed of the rest.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

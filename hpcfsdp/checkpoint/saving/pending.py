@@ -7,8 +7,6 @@ Writing needs no communication because every rank lays the file out by itself: t
 values that are equal on all ranks. The small values, which only rank 0 knows, follow the tensors.
 """
 
-from __future__ import annotations
-
 import atexit
 import concurrent.futures
 import contextlib
@@ -384,12 +382,10 @@ class PendingSave:
         digests = self._comm.all_gather_object(schema.checksum(offsets.view(np.uint8)))
         for rank, digest in enumerate(digests):
             if digest != digests[0]:  # say, other versions of HDF5
-                error = CheckpointError(
+                raise CheckpointError(
                     f"{self.path}: rank {rank} has laid the file out otherwise than rank 0: have all ranks run the "
                     'same versions of hpcfsdp, h5py and HDF5, or save without "asynchronous"'
-                )
-                error.raised_on_all_ranks = True
-                raise error
+                ).on_all_ranks()
         everyone = gather_sums(self._comm, self._content.plan, self._task.result())
 
         def commit() -> None:

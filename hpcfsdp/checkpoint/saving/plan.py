@@ -3,8 +3,6 @@
 Plans are made for any number of imagined ranks. Runs and blocks are arrays, for there may be millions.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

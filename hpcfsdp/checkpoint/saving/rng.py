@@ -3,8 +3,6 @@
 Each rank has about 15 kB of them. Only the rank that writes or reads a file has those of all ranks.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 

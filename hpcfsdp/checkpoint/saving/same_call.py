@@ -1,7 +1,5 @@
 """Compare the arguments of one call over ranks: a value that rank 0 provides must be equal on the others."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -61,9 +59,9 @@ def compare_calls(comm: Communicator, call: str, facts: Callable[[], Facts]) -> 
     if len(set(calls)) > 1:
         ranks_of = {name: [rank for rank, other in enumerate(calls) if other == name] for name in calls}
         where = ", ".join(f"{_ranks(ranks)} in {name}" for name, ranks in ranks_of.items())
-        error = DifferentCallsError(f"{where}: all ranks of a model must make the same calls, in the same order")
-        error.raised_on_all_ranks = True
-        raise error
+        raise DifferentCallsError(
+            f"{where}: all ranks of a model must make the same calls, in the same order"
+        ).on_all_ranks()
     compare(call, [given for _, given in everyone])
     return everyone[0][1]
 
@@ -83,12 +81,10 @@ def compare(call: str, everyone: Sequence[Facts]) -> None:
         if differing:
             other = values[differing[0]]
             alike = [rank for rank in differing if values[rank] == other]
-            error = DisagreementError(
+            raise DisagreementError(
                 f"{call}: {key} differs between ranks: rank 0 has {_shown(values[0])}, {_ranks(alike, 'has', 'have')} "
                 f"{_shown(other)}"
-            )
-            error.raised_on_all_ranks = True
-            raise error
+            ).on_all_ranks()
 
 
 def _shown(value: Any) -> str:

@@ -5,8 +5,6 @@ checkpoint has virtual datasets, so that any HDF5 tool shows whole tensors, and 
 each run. Parts get their names, which are unique to a save, before the checkpoint does.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A checkpoint file before it gets its name: all ranks write to it, then it is committed or discarded."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import shutil
