@@ -47,8 +47,7 @@ __all__ = [  # torch has no public place for these
 READ_VALUE = torch.ops.aten._local_scalar_dense.default
 """The operation behind ``Tensor.item()``, and behind the truth value of a tensor."""
 
-GROUPED_MM = torch.ops.aten._grouped_mm
-"""The operation behind ``torch.nn.functional.grouped_mm``."""
+GROUPED_MM = torch.ops.aten._grouped_mm  # the operation behind ``torch.nn.functional.grouped_mm``
 
 CLIPPING = (
     torch.ops.aten._foreach_norm.Scalar,
@@ -135,8 +134,7 @@ def mark_as_flattened(tensor: torch.Tensor) -> None:
     _set_fsdp_flattened(tensor)
 
 
-call_module: Callable[..., Any] = nn.Module._call_impl
-"""Calls a module, with its hooks."""
+call_module: Callable[..., Any] = nn.Module._call_impl  # calls a module, with its hooks
 
 
 def set_call(module: nn.Module, call: Callable[..., Any]) -> None:
@@ -167,10 +165,7 @@ def new_group_of(ranks: Sequence[int], backend: str | None = None) -> dist.Proce
     As ``dist.new_group(ranks, use_local_synchronization=True)``. That names a group by the number of groups of a rank:
     members with different numbers would wait for each other under different names, without end. Here the name counts
     the groups of the same ranks, also destroyed ones: keys of a group in the store would mislead another group of its
-    name.
-
-    Args:
-        backend: None for that of the default group.
+    name. The `backend` is by default that of the default group.
     """
     c10d, members = dist.distributed_c10d, sorted(ranks)
     everyone = c10d._get_default_group()
@@ -200,9 +195,8 @@ def new_group_of(ranks: Sequence[int], backend: str | None = None) -> dist.Proce
 
 def init_fake_group(ranks: int, device: torch.device) -> None:
     """Make torch's default group one that moves no bytes: this process is rank 0 of so many."""
-    from torch.testing._internal.distributed import fake_pg  # registers it, for the devices that torch knows
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers it for torch's own devices
 
-    del fake_pg
     known = dist.Backend.backend_capability["fake"]
     known += [] if device.type in known else [device.type]
     dist.init_process_group("fake", rank=0, world_size=ranks)
@@ -214,12 +208,7 @@ def members_of(group: dist.ProcessGroup | None) -> list[int] | None:
 
 
 def id_of_worker(name: str) -> int:
-    """Return the id of an RPC worker of torch.
-
-    Raises:
-        RuntimeError: RPC has not been initialised.
-        ValueError: there is no such worker.
-    """
+    """Return the id of an RPC worker of torch. Raises RuntimeError without RPC, ValueError for an unknown worker."""
     if not rpc.is_available() or not rpc._is_current_rpc_agent_set():
         raise RuntimeError(f"a shard is placed on the worker {name!r}, and torch.distributed.rpc is not initialised")
     workers = {worker.name: worker.id for worker in rpc._get_current_rpc_agent().get_worker_infos()}
@@ -228,8 +217,7 @@ def id_of_worker(name: str) -> int:
     return workers[name]
 
 
-Work = dist._Work
-"""Base class of work handles in Python."""
+Work = dist._Work  # base class of work handles in Python
 
 
 def premultiplier(op: Any) -> Any | None:
@@ -317,8 +305,7 @@ def has_hooks(node: Any) -> bool:
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Have hooks on the gradient of a leaf, before and after its accumulation, be those of another; handles stay."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(source, name)
-        if hooks:
+        if hooks := getattr(source, name):
             setattr(target, name, hooks)
             setattr(source, name, None)
 
@@ -339,14 +326,11 @@ def flight_record() -> str:
 
     TORCH_NCCL_TRACE_BUFFER_SIZE (in newer versions TORCH_FR_BUFFER_SIZE) turns it on.
     """
-    bindings = torch._C._distributed_c10d if hasattr(torch._C, "_distributed_c10d") else None
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(bindings, name, None)
-        if dump is not None:
-            text = dump()
-            text = text.decode(errors="replace") if isinstance(text, bytes) else text
-            return text if json.loads(text).get("entries") else ""
-    return ""
+    bindings = getattr(torch._C, "_distributed_c10d", None)
+    dump = getattr(bindings, "_dump_fr_trace_json", None) or getattr(bindings, "_dump_nccl_trace_json", None)
+    text = dump() if dump is not None else "{}"
+    text = text.decode(errors="replace") if isinstance(text, bytes) else text
+    return text if json.loads(text).get("entries") else ""
 
 
 def default_store() -> Any:
@@ -376,16 +360,11 @@ def hook_behind_torch(hook: Any) -> Any:
     return inspect.getclosurevars(hook).nonlocals.get("old_hook")
 
 
-def run_wrap_policy(policy: Any, root: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
-    """Return the modules that one of torch's policy objects wraps, each with its keyword arguments."""
-    return policy._run_policy(root, ignored_modules=ignored, root_kwargs={})
-
-
-def is_policy_object(policy: Any) -> bool:
-    """Return whether `policy` is one of torch's policy objects (``ModuleWrapPolicy``, ``CustomPolicy``)."""
+def run_wrap_policy(policy: Any, root: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]] | None:
+    """Return the modules that one of torch's policy objects wraps, with keyword arguments; None for another policy."""
     from torch.distributed.fsdp.wrap import _Policy
 
-    return isinstance(policy, _Policy)
+    return policy._run_policy(root, ignored_modules=ignored, root_kwargs={}) if isinstance(policy, _Policy) else None
 
 
 def is_registered(kind: type) -> bool:
@@ -394,8 +373,7 @@ def is_registered(kind: type) -> bool:
 
 
 def flatten_one_level(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return the children of a container that torch's pytree registry knows, and a function that rebuilds it from
-    others.
+    """Return the children of a container that torch's pytree registry knows, and a function that rebuilds it.
 
     One level only: children may be containers. None for other types.
     """
@@ -441,9 +419,8 @@ def calling_optimizers() -> Iterator[torch.optim.Optimizer]:
     kinds = [torch.optim.Optimizer]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    methods = {
-        inspect.unwrap(each).__code__ for kind in kinds for each in vars(kind).values() if inspect.isfunction(each)
-    }
+    functions = (each for kind in kinds for each in vars(kind).values() if inspect.isfunction(each))
+    methods = {inspect.unwrap(each).__code__ for each in functions}
     frame = _find_frame(methods.__contains__)
     while frame is not None:  # a frame whose variables are read keeps what they were then
         yield frame.f_locals[frame.f_code.co_varnames[0]]
@@ -472,9 +449,8 @@ class StockCall(NamedTuple):
 
 def stock_state_dict_call() -> StockCall | None:
     """Return the call that checks its arguments against the modules of a model now, or None."""
-    frame = _find_frame(
-        lambda code: code.co_name == "_verify_options" and code.co_filename.endswith("checkpoint/state_dict.py")
-    )
+    place = "_verify_options", "checkpoint/state_dict.py"
+    frame = _find_frame(lambda code: code.co_name == place[0] and code.co_filename.endswith(place[1]))
     if frame is None:
         return None
     given, function = frame.f_locals, frame.f_back.f_code.co_name  # type: ignore[union-attr]
@@ -491,10 +467,7 @@ def ddp_in_construction() -> tuple[nn.Module, set[str]] | None:
     It searches while it is built, before its first message.
     """
     frame = _find_frame(lambda code: code is DistributedDataParallel._build_params_for_reducer.__code__)
-    if frame is None:
-        return None
-    ddp = frame.f_locals["self"]
-    return ddp.module, ddp.parameters_to_ignore
+    return frame and (frame.f_locals["self"].module, frame.f_locals["self"].parameters_to_ignore)
 
 
 @functools.cache
@@ -525,12 +498,9 @@ group_of_shards: Callable[[ShardedTensor], dist.ProcessGroup] = operator.attrget
 def dtensor(
     local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int], strides: Sequence[int]
 ) -> Any:
-    """Not collective. A ``DTensor`` with `local` on this rank, on its device.
+    """Not collective. A ``DTensor`` of a whole `shape` with `local` on this rank, on its device.
 
     ``DTensor.from_local`` would move `local` from host memory to the device of the mesh.
-
-    Args:
-        shape, strides: of the whole tensor.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -540,15 +510,12 @@ def dtensor(
     return DTensor(local.detach(), spec, requires_grad=False)
 
 
-def _new_dtensor(kind: type, *args: Any, **kwargs: Any) -> Any:
-    # Without torch's decorator, which keeps its compiler out of here and takes as long as the function.
-    function = getattr(kind.__new__, "__wrapped__", kind.__new__)
-    return function(kind, *args, **kwargs)
-
-
 def dtensor_like(tensor: Any, local: torch.Tensor) -> Any:
     """Not collective. A ``DTensor`` with `local` on this rank, for the rest like `tensor`."""
-    return _new_dtensor(type(tensor), local, tensor._spec, requires_grad=False)
+    kind = type(tensor)
+    # Without torch's decorator, which keeps its compiler out of here and takes as long as the function.
+    make = getattr(kind.__new__, "__wrapped__", kind.__new__)
+    return make(kind, local, tensor._spec, requires_grad=False)
 
 
 def identity_of(param: torch.Tensor) -> int:
@@ -626,9 +593,7 @@ root_mesh: Callable[[Any], Any] = operator.methodcaller("_get_root_mesh")
 
 
 def group_of_mesh(mesh: Any) -> dist.ProcessGroup:
-    """Return the process group of all ranks of a mesh. Collective over them the first time if it has several
-    dimensions.
-    """
+    """Return the group of all ranks of a mesh; collective over them the first time, for several dimensions."""
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
@@ -638,8 +603,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the result of one of torch's functional collectives, complete on the current stream; any other tensor
-    itself.
+    """Return a result of torch's functional collectives, complete on the current stream; any other tensor itself.
 
     Autograd may give an incomplete one to a leaf as its gradient.
     """
@@ -670,15 +634,12 @@ def set_grad_of_any_dtype(param: torch.Tensor, grad: torch.Tensor | None) -> Non
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors within nested wrapper subclasses (``DTensor``, results of functional collectives, and so
-    on); any other tensor itself.
-    """
+    """Yield the plain tensors within nested wrapper subclasses, such as ``DTensor``; any other tensor itself."""
     if type(tensor) is torch.Tensor or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        inner = getattr(tensor, name)
-        if isinstance(inner, torch.Tensor):
+        if isinstance(inner := getattr(tensor, name), torch.Tensor):
             yield from inner_tensors(inner)
 
 

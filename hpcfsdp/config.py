@@ -7,6 +7,7 @@ its source and the nearest known key.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,8 +46,12 @@ def parse(kind: type[Config], argv: Sequence[str], *, prog: str, environ: Mappin
     values = env.config_values() if environ is None else dict(environ)
     keys = known_keys(kind)
     _check_flags(arguments, keys)
-    _check_environment(values, keys)
-    files, flags = _split_files(_with_values(arguments, {f"--{key}" for key, hint in _fields(kind) if hint is bool}))
+    known = [_variable(key) for key in (*keys, "config")]
+    if (unknown := next((variable for variable in values if variable not in known), None)) is not None:
+        raise UsageError(f"unknown environment variable {unknown}{nearest(unknown, known)}")
+    switches = {f"--{key}" for key, hint in _fields(kind) if hint is bool}  # which may stand without a value
+    pairs = itertools.pairwise([*arguments, "--"])
+    files, flags = _split_files(f"{a}=true" if a in switches and after.startswith("--") else a for a, after in pairs)
     files = files or ([values[_variable("config")]] if _variable("config") in values else [])
     files = [path for path in files if _has_keys(Path(path), keys)]
     # In jsonargparse a file overrides the environment: give it everything as flags, the last of which counts.
@@ -75,20 +80,6 @@ def _fields(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _fields(typing.cast(type, hint), f"{prefix}{name}.")
 
 
-def _with_values(arguments: Sequence[str], switches: Iterable[str]) -> list[str]:
-    """Return the arguments, with a value for each switch that has none."""
-    following = [*arguments[1:], "--"]
-    return [
-        f"{argument}=true" if argument in switches and after.startswith("--") else argument
-        for argument, after in zip(arguments, following, strict=False)
-    ]
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """Return a configuration as nested plain values, ready for YAML and JSON."""
-    return dataclasses.asdict(config)
-
-
 class _Dumper(yaml.SafeDumper):
     """Quotes text that some readers of YAML take for a number, as "0E0"."""
 
@@ -100,7 +91,7 @@ _Dumper.add_implicit_resolver(
 
 def write_yaml(config: Any, path: Path) -> None:
     """Write a configuration so that ``--config`` reads it back."""
-    safe_files.replace(path, yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False).encode())
+    safe_files.replace(path, yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False).encode())
 
 
 def parser_of(kind: type, prog: str) -> ArgumentParser:
@@ -120,11 +111,8 @@ def parser_of(kind: type, prog: str) -> ArgumentParser:
 
 def _build(kind: type, values: Mapping[str, Any]) -> Any:
     hints = typing.get_type_hints(kind)
-    arguments: dict[str, Any] = {}
-    for entry in dataclasses.fields(kind):
-        value, hint = values[entry.name], hints[entry.name]
-        arguments[entry.name] = _build(hint, value) if isinstance(value, Mapping) else value
-    return kind(**arguments)
+    given = {entry.name: values[entry.name] for entry in dataclasses.fields(kind)}
+    return kind(**{n: _build(hints[n], value) if isinstance(value, Mapping) else value for n, value in given.items()})
 
 
 def _check_flags(arguments: Sequence[str], keys: Sequence[str]) -> None:
@@ -135,32 +123,25 @@ def _check_flags(arguments: Sequence[str], keys: Sequence[str]) -> None:
                 raise UsageError(f"unknown option --{name}{nearest(name, keys)}")
 
 
-def _check_environment(values: Mapping[str, str], keys: Sequence[str]) -> None:
-    known = [_variable(key) for key in (*keys, "config")]
-    for variable in values:
-        if variable not in known:
-            raise UsageError(f"unknown environment variable {variable}{nearest(variable, known)}")
-
-
 def _variable(key: str) -> str:
     return env.CONFIG_PREFIX + key.upper().replace(".", "__")
 
 
-def _split_files(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split_files(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return the files that ``--config`` names, and all other arguments."""
     files: list[str] = []
     others: list[str] = []
     rest = iter(arguments)
     for argument in rest:
-        if argument == "--config":
-            path = next(rest, None)
-            if path is None:
-                raise UsageError("--config needs the path of a file")
-            files.append(path)
-        elif argument.startswith("--config="):
-            files.append(argument.split("=", 1)[1])
-        else:
+        flag, equals, path = argument.partition("=")
+        if flag != "--config":
             others.append(argument)
+        elif equals:
+            files.append(path)
+        elif (following := next(rest, None)) is not None:
+            files.append(following)
+        else:
+            raise UsageError("--config needs the path of a file")
     return files, others
 
 

@@ -134,14 +134,12 @@ def rebuild(kind: str, message: str) -> HpcfsdpError:
     return HpcfsdpError(message)
 
 
-_MOST_COMPARED = 100
-"""Names that difflib compares. It takes about a millisecond for two long ones."""
+_MOST_COMPARED = 100  # names that difflib compares. It takes about a millisecond for two long ones.
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the nearest known one, or nothing."""
-    candidates = list(known)
-    likely = candidates
+    likely = candidates = list(known)
     if len(candidates) > _MOST_COMPARED:  # a large model has 100,000
         likely = heapq.nlargest(_MOST_COMPARED, candidates, key=lambda key: _shared_ends(name, key))
     close = difflib.get_close_matches(name, likely, n=1, cutoff=0.5)
@@ -153,24 +151,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def _shared_ends(one: str, other: str) -> int:
     """Return the number of equal characters at both ends of two names, less their difference in length."""
     shorter, longer = sorted((len(one), len(other)))
-    ends = _shared_beginning(one, other) + _shared_beginning(one[::-1], other[::-1])
+    ends = 0
+    for left, right in ((one, other), (one[::-1], other[::-1])):
+        pairs = enumerate(zip(left, right, strict=False))
+        ends += next((place for place, (here, there) in pairs if here != there), shorter)
     return min(ends, shorter) - (longer - shorter)
-
-
-def _shared_beginning(one: str, other: str) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 @contextlib.contextmanager
 def needs_extra(extra: str, what: str) -> Iterator[None]:
-    """Return a context for importing packages that only the extra `extra` of hpcfsdp installs.
+    """Return a context for importing packages that only the extra `extra` of hpcfsdp installs, and `what` needs.
 
-    Args:
-        what: needs them, for the message.
-
-    Raises:
-        HpcfsdpError: one of them cannot be loaded.
+    Raises HpcfsdpError where one of them cannot be loaded.
     """
     try:
         yield
@@ -184,9 +176,7 @@ def p_assert(condition: object, message: str) -> None:
     """Do as ``assert``, in code that autograd calls: print the message and the stack to stderr before raising.
 
     An error in a callback of autograd may reach the caller without its traceback, in another thread, or not at all.
-
-    Raises:
-        AssertionError: `condition` does not hold.
+    Raises AssertionError if `condition` does not hold.
     """
     if condition:
         return

@@ -30,17 +30,10 @@ from hpcfsdp.state_dict import StateDictOptions, get_model_state_dict
 from hpcfsdp.units.flat_unit import unit_of
 from hpcfsdp.world import World, current_world, init
 
-_INSTEAD = "hpcfsdp shards the model: set fsdp_options={...}, the arguments of FullyShardedDataParallel"
-_REFUSED = {
-    "fsdp_plugin": _INSTEAD,
-    "deepspeed_plugin": _INSTEAD,
-    "deepspeed_plugins": _INSTEAD,
-    "megatron_lm_plugin": _INSTEAD,
-    "torch_tp_plugin": _INSTEAD,
-    "parallelism_config": _INSTEAD,
-    "dynamo_backend": "compile the model, or its layers, before prepare",
-    "dynamo_plugin": "compile the model, or its layers, before prepare",
-}
+_REFUSED = dict.fromkeys(
+    "fsdp_plugin deepspeed_plugin deepspeed_plugins megatron_lm_plugin torch_tp_plugin parallelism_config".split(),
+    "hpcfsdp shards the model: set fsdp_options={...}, the arguments of FullyShardedDataParallel",
+) | dict.fromkeys(("dynamo_backend", "dynamo_plugin"), "compile the model, or its layers, before prepare")
 
 
 class ShardedAccelerator(Accelerator):
@@ -125,14 +118,8 @@ class ShardedAccelerator(Accelerator):
     ) -> torch.Tensor:
         """Clip the gradients of one prepared model to a total norm over all ranks. Collective over all ranks.
 
-        Args:
-            parameters: ``model.parameters()``, all of them or all that are trained.
-
-        Returns:
-            The norm before clipping, a scalar, the same on every rank.
-
-        Raises:
-            EngineError: `parameters` are not those of one prepared model, as the norm of some of them is not known.
+        `parameters` are ``model.parameters()``, all of them or all that are trained; others raise EngineError, as the
+        norm of some of them is not known. Returns the norm before clipping, a scalar, the same on every rank.
         """
         self.unscale_gradients()
         given = {id(parameter) for parameter in ([parameters] if torch.is_tensor(parameters) else parameters)}
@@ -155,22 +142,13 @@ class ShardedAccelerator(Accelerator):
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, *, step: int = 0
     ) -> Path:
-        """Save models, optimizers, schedulers and random numbers to HDF5. Collective over all ranks.
+        """Save models, optimizers, schedulers and random numbers to HDF5; return the folder. Collective over all ranks.
 
-        The first model is checkpoint.h5 in the folder, with all that is registered for checkpointing; further models
-        are checkpoint_1.h5 and so on.
-
-        Args:
-            output_dir: the folder, made if it is missing; None with automatic_checkpoint_naming.
-            safe_serialization: has no effect: HDF5 holds no pickles.
-            step: a number of your own, which `hpcfsdp ls` shows.
-
-        Returns:
-            The folder.
-
-        Raises:
-            CheckpointError: the file cannot be written, no model is prepared, a model has several optimizers, or a
-                state dict holds what a file cannot keep.
+        The first model is checkpoint.h5 in `output_dir` (made if it is missing; None with automatic_checkpoint_naming),
+        with all that is registered for checkpointing; further models are checkpoint_1.h5 and so on. `step` is a number
+        of your own, which `hpcfsdp ls` shows; `safe_serialization` has no effect, as HDF5 holds no pickles. Raises
+        CheckpointError where the file cannot be written, no model is prepared, a model has several optimizers, or a
+        state dict holds what a file cannot keep.
         """
         if self.dataloader_config.use_stateful_dataloader:
             raise CheckpointError("save_state: states of stateful data loaders differ between ranks and are not saved")
@@ -187,14 +165,8 @@ class ShardedAccelerator(Accelerator):
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> CheckpointInfo:
         """Load what ``save_state`` has saved, by any number of ranks. Collective over all ranks.
 
-        Args:
-            input_dir: the folder; None with automatic_checkpoint_naming: the newest.
-
-        Returns:
-            Step, world size and more of the checkpoint.
-
-        Raises:
-            CheckpointError: a file is missing or damaged, or belongs to other models, optimizers or objects.
+        `input_dir` is the folder; None with automatic_checkpoint_naming: the newest. Returns step, world size and more
+        of the checkpoint. Raises CheckpointError where a file is missing or damaged, or belongs to other objects.
         """
         folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_folder()
         for hook in self._load_model_state_pre_hook.values():

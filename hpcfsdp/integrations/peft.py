@@ -29,24 +29,18 @@ from hpcfsdp.state.wrappers import clean_fqn
 
 @public_call("adapter_state_dict")
 def adapter_state_dict(model: nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
-    """Return an adapter's whole tensors on rank 0, under PEFT's names; {} on other ranks. Collective over the model's
-    ranks.
+    """Return an adapter's whole tensors on rank 0, by PEFT's names; {} elsewhere. Collective over the model's ranks.
 
-    It gathers the adapter alone: the frozen model stays in shards.
-
-    Args:
-        model: a ``PeftModel`` in ``FullyShardedDataParallel``.
-        adapter: its name in the model.
-
-    Returns:
-        What ``peft.set_peft_model_state_dict`` takes: tensors on the CPU, in the dtype and shape of the parameters.
-
-    Raises:
-        StateDictError: there is no ``PeftModel`` in `model`, or no such adapter in it.
+    It gathers the adapter alone: the frozen model stays in shards. The result is what
+    ``peft.set_peft_model_state_dict`` takes: tensors on the CPU, in the dtype and shape of the parameters. `model` is a
+    ``PeftModel`` in ``FullyShardedDataParallel``, and `adapter` a name in it; else StateDictError is raised.
     """
     comm, inner = communicator_of(model), _peft_model(model, adapter)
     whole = _whole_tensors(model, tensors_of_adapter(model, adapter))
-    with _prompts(model, inner, adapter), raise_together(comm):
+    prompts: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if inner.peft_config[adapter].is_prompt_learning:  # PEFT computes the prompts that it saves
+        prompts = FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False)
+    with prompts, raise_together(comm):
         if comm.rank != 0:
             return {}
         if _is_plain_lora(inner, adapter):
@@ -56,13 +50,6 @@ def adapter_state_dict(model: nn.Module, adapter: str = "default") -> dict[str, 
         if not found:
             raise StateDictError(f"adapter {adapter!r} has no tensors")
         return found
-
-
-def _prompts(model: nn.Module, inner: PeftModel, adapter: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which PEFT may compute the prompts that it saves. Collective over the model's ranks."""
-    if not inner.peft_config[adapter].is_prompt_learning:
-        return contextlib.nullcontext()
-    return FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False)
 
 
 def _selected_by_peft(inner: PeftModel, whole: dict[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
@@ -80,16 +67,9 @@ def _selected_by_peft(inner: PeftModel, whole: dict[str, torch.Tensor], adapter:
 def save_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str = "default") -> None:
     """Write an adapter as ``PeftModel.from_pretrained(base, folder)`` loads it. Collective over the model's ranks.
 
-    Rank 0 writes adapter_model.safetensors and adapter_config.json. It gathers the adapter alone.
-
-    Args:
-        model: a ``PeftModel`` in ``FullyShardedDataParallel``.
-        folder: made if it is missing; files in it are replaced.
-        adapter: its name in the model.
-
-    Raises:
-        StateDictError: there is no ``PeftModel`` in `model`, or no such adapter in it.
-        OSError: rank 0 cannot write; other ranks raise its error, too.
+    Rank 0 gathers the adapter alone, and writes adapter_model.safetensors and adapter_config.json to `folder`, which is
+    made if it is missing; files in it are replaced. `model` and `adapter` are as in ``adapter_state_dict``. All ranks
+    raise the OSError of a rank 0 that cannot write.
     """
     found = adapter_state_dict(model, adapter)
     comm, inner = communicator_of(model), _peft_model(model, adapter)

@@ -17,56 +17,33 @@ from hpcfsdp.errors import UsageError, nearest
 from hpcfsdp.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from hpcfsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
-_STRATEGIES = {
-    "true": ShardingStrategy.FULL_SHARD,
-    "full_shard": ShardingStrategy.FULL_SHARD,
-    "false": ShardingStrategy.SHARD_GRAD_OP,
-    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
-    "no_shard": ShardingStrategy.NO_SHARD,
-    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
-    "hybrid_shard_zero2": _compat.hybrid_shard_zero2(),
-}
-_PREFETCH = {
-    "backward_pre": BackwardPrefetch.BACKWARD_PRE,
-    "backward_post": BackwardPrefetch.BACKWARD_POST,
-    "no_prefetch": None,
-}
+_STRATEGIES = {each.name.lower().lstrip("_"): each for each in ShardingStrategy}
+_STRATEGIES |= {"true": ShardingStrategy.FULL_SHARD, "false": ShardingStrategy.SHARD_GRAD_OP}
+_PREFETCH = {each.name.lower(): each for each in BackwardPrefetch} | {"no_prefetch": None}
 _BY_LAYERS, _BY_SIZE, _NONE = "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"
 _BOOLEANS = ("forward_prefetch", "limit_all_gathers", "sync_module_states")
 _ONLY = {
     "use_orig_params": ("true", "the optimizer is made before the model is sharded, so it must stay True"),
     "cpu_ram_efficient_loading": ("false", "build the model on the meta device, or load it on every rank"),
     "state_dict_type": ("full_state_dict", "save_model writes whole tensors, checkpoints are HDF5 files"),
-    "xla": ("false", "XLA devices are not supported"),
-    "xla_fsdp_v2": ("false", "XLA devices are not supported"),
-    "xla_fsdp_grad_ckpt": ("false", "XLA devices are not supported"),
+    **dict.fromkeys(("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"), ("false", "XLA devices are not supported")),
 }
 """Settings with one value that means the same here, and why another is refused."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to shard a model.
+    """How to shard a model."""
 
-    Attributes:
-        options: arguments of ``FullyShardedDataParallel``.
-        layers: names of the classes that become units. None: those that the model names in ``_no_split_modules``.
-        activation_checkpointing: compute the forward of each of these layers again in the backward.
-    """
-
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # arguments of ``FullyShardedDataParallel``
+    # Names of the classes that become units. None: those that the model names in ``_no_split_modules``.
     layers: tuple[str, ...] | None = None
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = False  # compute the forward of each of these layers again in the backward
 
     def shard(self, model: nn.Module, precision: str = "no") -> FullyShardedDataParallel:
-        """Return the model in ``FullyShardedDataParallel``; one that is in it already as it is. Collective over all
-        ranks.
+        """Return the model in ``FullyShardedDataParallel``, if it is not in it. Collective over all ranks.
 
-        Args:
-            precision: "no", "bf16" or "fp16", what to compute in where the options have no `mixed_precision`.
-
-        Raises:
-            UsageError: the model has no layer of a class that is named, or none to checkpoint.
+        `precision` is "no", "bf16" or "fp16": what to compute in where the options have no `mixed_precision`.
         """
         if isinstance(model, FullyShardedDataParallel):
             return model
@@ -74,8 +51,13 @@ class Recipe:
         layers = self._layer_types(model)
         if layers:
             options.setdefault("auto_wrap_policy", ModuleWrapPolicy(layers))
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        if precision not in ("no", *dtypes):
+            raise UsageError(f"mixed precision {precision!r} is not supported: choose bf16, fp16 or no")
         if precision != "no":
-            options.setdefault("mixed_precision", _mixed_precision(precision))
+            # Buffers stay as they are: transformers computes the positions of rotary embeddings in float32.
+            mixed = MixedPrecision(param_dtype=dtypes[precision], reduce_dtype=torch.float32)
+            options.setdefault("mixed_precision", mixed)
         sharded = FullyShardedDataParallel(model, **options)
         if self.activation_checkpointing:
             if not layers:
@@ -90,18 +72,9 @@ class Recipe:
         types = {type(module).__name__: type(module) for module in model.modules()}
         if self.layers is None:
             return {types[name] for name in getattr(model, "_no_split_modules", None) or () if name in types}
-        for name in self.layers:
-            if name not in types:
-                raise UsageError(f"no module of this {type(model).__name__} is a {name!r}{nearest(name, types)}")
+        if (name := next((name for name in self.layers if name not in types), None)) is not None:
+            raise UsageError(f"no module of this {type(model).__name__} is a {name!r}{nearest(name, types)}")
         return {types[name] for name in self.layers}
-
-
-def _mixed_precision(precision: str) -> MixedPrecision:
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    if precision not in dtypes:
-        raise UsageError(f"mixed precision {precision!r} is not supported: choose bf16, fp16 or no")
-    # Buffers stay as they are: transformers computes the positions of rotary embeddings in float32.
-    return MixedPrecision(param_dtype=dtypes[precision], reduce_dtype=torch.float32)
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,14 +85,9 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recipe_of(fsdp_config: Mapping[str, Any] | str | None, fsdp_options: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of ``TrainingArguments.fsdp_config`` and of further options. Pure, except that a path is read.
+    """Return the recipe of ``TrainingArguments.fsdp_config``, where names may begin with "fsdp_", and further options.
 
-    Args:
-        fsdp_config: as transformers takes it; names may begin with "fsdp_".
-        fsdp_options: arguments of ``FullyShardedDataParallel``.
-
-    Raises:
-        UsageError: a setting is unknown, cannot be had here, or is given twice.
+    Raises UsageError for a setting that is unknown, cannot be had here, or is given twice.
     """
     if isinstance(fsdp_config, str):
         fsdp_config = json.loads(Path(fsdp_config).read_text(encoding="utf-8"))
@@ -142,12 +110,10 @@ def recipe_of(fsdp_config: Mapping[str, Any] | str | None, fsdp_options: Mapping
     checkpointing = _boolean("activation_checkpointing", config.pop("activation_checkpointing", False))
     layers, policy = _units(config)
     found.update(policy)
-    if config:
-        name = next(iter(config))
+    if (name := next(iter(config), None)) is not None:
         known = [*_BOOLEANS, *_ONLY, "reshard_after_forward", "transformer_layer_cls_to_wrap", "min_num_params"]
         raise UsageError(f"fsdp_config: {name!r} is not known{nearest(name, known)}")
-    twice = sorted(set(found) & set(fsdp_options))
-    if twice:
+    if twice := sorted(set(found) & set(fsdp_options)):
         raise UsageError(f"{twice[0]} is set by fsdp_config and by fsdp_options: leave one of them out")
     return Recipe({**found, **check_options(fsdp_options)}, layers, checkpointing)
 

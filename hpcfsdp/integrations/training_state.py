@@ -13,14 +13,12 @@ from hpcfsdp.checkpoint.format.plain_values import from_plain, to_plain
 from hpcfsdp.checkpoint.saving import rng
 from hpcfsdp.errors import CheckpointMismatchError
 
-FILE_NAME = "checkpoint.h5"
-"""Of the checkpoint in a folder that a library has chosen."""
+FILE_NAME = "checkpoint.h5"  # of the checkpoint in a folder that a library has chosen
 _KEY = "state_dicts"
 
 
 def pack(holders: Mapping[str, Any]) -> dict[str, Any]:
-    """`extra` of a checkpoint with the state dicts of objects. Raises CheckpointError for a value that a file cannot
-    keep, with the name of the object."""
+    """Return `extra` of a checkpoint with the state dicts of objects. Raises CheckpointError for what no file keeps."""
     packed = {}
     for name, holder in holders.items():
         value, types = to_plain(f"the state dict's {name!r}", holder.state_dict())
@@ -57,9 +55,7 @@ class HeldGenerators:
 
     @contextlib.contextmanager
     def held_back(self, device: torch.device) -> Iterator[None]:
-        """Return a context around ``checkpoint.load``: generators are as before when it ends, and the new states are
-        kept.
-        """
+        """Return a context around ``checkpoint.load``: afterwards generators are as before; new states are kept."""
         before, self._device = rng.capture(device), device
         yield
         self._states = rng.capture(device)

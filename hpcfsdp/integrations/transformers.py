@@ -32,21 +32,18 @@ log = logging.getLogger("hpcfsdp.trainer")
 _STATE_NAME = "trainer_state.json"
 _MOST_STATE_BYTES = 1 << 28
 _FOLDERS = "checkpoint-*"
-_DDP = "it is an option of DistributedDataParallel, and the model is sharded"
 _REFUSED = {
-    "deepspeed": "hpcfsdp shards the model",
-    "parallelism_config": "hpcfsdp shards the model",
+    **dict.fromkeys(("deepspeed", "parallelism_config"), "hpcfsdp shards the model"),
     "torch_compile": "compile the model, or its layers, before you give it to the trainer",
     "auto_find_batch_size": "ranks that run out of memory at different times would part: choose the batch size",
-    "fp16_full_eval": "the model stays in shards: use bf16=True or fp16=True",
-    "bf16_full_eval": "the model stays in shards: use bf16=True or fp16=True",
+    **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "the model stays in shards: use bf16=True or fp16=True"),
     "save_on_each_node": "ranks write one file together: output_dir must be on a file system that all nodes share",
     "enable_jit_checkpoint": "ranks would not stop after the same step: give preemption=",
     "push_to_hub": "upload the folder that save_model writes",
-    "ddp_find_unused_parameters": _DDP,
-    "ddp_bucket_cap_mb": _DDP,
-    "ddp_broadcast_buffers": _DDP,
-    "ddp_static_graph": _DDP,
+    **dict.fromkeys(
+        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+        "it is an option of DistributedDataParallel, and the model is sharded",
+    ),
 }
 _ELEMENTWISE = {"adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "sgd", "adagrad", "rmsprop"}
 """Optimizers by name that treat each element alone, so that they may step shards."""
@@ -119,8 +116,10 @@ class ShardedTrainer(Trainer):
         self.accelerator.__class__ = ShardedAccelerator
         self.accelerator.shard_with(self._recipe, running_world())
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: ``FullyShardedDataParallel`` moves it unit by unit."""
+    def _do_nothing(self, *_given: Any, **_named: Any) -> None:
+        """Do nothing: units move themselves; the scaler and all ranks' random number states are in the checkpoint."""
+
+    _move_model_to_device = _save_scaler = _save_rng_state = _load_scaler = _do_nothing
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Return the sharded model, for training and evaluation. Collective over all ranks."""
@@ -149,8 +148,7 @@ class ShardedTrainer(Trainer):
         return mine * self._whole_numel // self.model.num_parameters(exclude_embeddings=True) if mine else 0
 
     def newest_checkpoint(self) -> str | None:
-        """Return the folder of the newest complete checkpoint in `output_dir`, None without one. Collective over all
-        ranks.
+        """Return the folder of the newest complete checkpoint in `output_dir`, or None. Collective over all ranks.
 
         ``trainer.train(resume_from_checkpoint=trainer.newest_checkpoint())`` begins or goes on.
         """
@@ -165,8 +163,7 @@ class ShardedTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *given: Any, **named: Any) -> Any:
         """As in ``Trainer``; any number of ranks resumes. Collective over all ranks.
 
-        Args:
-            resume_from_checkpoint: a folder that this class has saved; True: the newest complete one.
+        `resume_from_checkpoint` is a folder that this class has saved; True: the newest complete one.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self.newest_checkpoint()
@@ -186,7 +183,8 @@ class ShardedTrainer(Trainer):
         is_checkpoint = _internal_call and output_dir is not None and not self.args.save_only_model
         wrapped, world, state = self._wrap_model(self.model), running_world(), {}
         if self._has_adapters():
-            self._save_adapters(folder)
+            for name in self.model.peft_config:
+                _adapters().save_adapter(wrapped, folder if name == "default" else folder / name, name)
         elif not is_checkpoint:
             state = self.accelerator.get_state_dict(wrapped)
         with raise_together(world.host):
@@ -217,10 +215,6 @@ class ShardedTrainer(Trainer):
 
         return isinstance(self.model, PeftModel)
 
-    def _save_adapters(self, folder: Path) -> None:
-        for name in self.model.peft_config:
-            _adapters().save_adapter(self.model_wrapped, folder if name == "default" else folder / name, name)
-
     def _saved_names(self) -> list[str] | None:
         """Return the tensors of the model in a checkpoint, None for all: those of adapters without the frozen model."""
         if not self._has_adapters():
@@ -234,9 +228,8 @@ class ShardedTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Model, optimizer, scheduler, scaler and random numbers in one file. Collective over all ranks."""
-        settings = None
-        if running_world().rank == 0:
-            settings = {"training_arguments": json.loads(self.args.to_json_string())}
+        is_first = running_world().rank == 0
+        settings = {"training_arguments": json.loads(self.args.to_json_string())} if is_first else None
         checkpoint.save(
             Path(output_dir) / FILE_NAME,
             model=self.model_wrapped,
@@ -247,12 +240,6 @@ class ShardedTrainer(Trainer):
             metrics=_curves(self.state.log_history),
             names=self._saved_names(),
         )
-
-    def _save_scaler(self, output_dir: str) -> None:
-        """Nothing: it is in the checkpoint."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Nothing: random number states of all ranks are in the checkpoint."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Look for the file. The model is loaded when it is sharded, by ``_load_optimizer_and_scheduler``."""
@@ -270,9 +257,6 @@ class ShardedTrainer(Trainer):
         with self._generators.held_back(running_world().device):
             found = checkpoint.load(path, model=self.model_wrapped, optimizer=optimizer, names=self._saved_names())
         unpack(found.extra, self._holders(), path)
-
-    def _load_scaler(self, checkpoint_dir: str | None) -> None:
-        """Nothing: it came with the optimizer."""
 
     def _load_rng_state(self, checkpoint_dir: str | None) -> None:
         """Restore the generators, after the batches of earlier steps have been skipped."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -105,25 +106,21 @@ def start_facts(comm: Communicator, facts: Facts, device: torch.device, resumed_
 
 def count_elements(model: nn.Module) -> tuple[int, int]:
     """Return the elements of all parameters, and of those that are trained; tied ones count once. Not collective."""
-    sharded_params = flat_params(model)
-    if not sharded_params:  # DTensors have the whole shape
+    pairs = [pair for flat in flat_params(model) for pair in zip(flat.layout.slots, flat.leaves, strict=True)]
+    sizes = [(math.prod(slot.whole_shape), leaf.requires_grad) for slot, leaf in pairs]
+    if not sizes:  # DTensors have the whole shape
         sizes = [(param.numel(), param.requires_grad) for param in model.parameters()]
-    else:
-        pairs = [pair for flat in sharded_params for pair in zip(flat.layout.slots, flat.leaves, strict=True)]
-        sizes = [(math.prod(slot.whole_shape), leaf.requires_grad) for slot, leaf in pairs]
     return sum(numel for numel, _ in sizes), sum(numel for numel, is_trained in sizes if is_trained)
 
 
 def training_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of most elements that modules compute with; float32 for a model without parameters."""
     lowered = [unit.options.mixed_precision.param_dtype for unit in dtensor_units_in(model)]
-    if any(lowered):
-        return next(dtype for dtype in lowered if dtype is not None)
-    counts: dict[torch.dtype, int] = {}
+    counts: Counter[torch.dtype] = Counter()
     for values in [flat.full for flat in flat_params(model)] or list(model.parameters()):
         if values.dtype.is_floating_point:
-            counts[values.dtype] = counts.get(values.dtype, 0) + values.numel()
-    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+            counts[values.dtype] += values.numel()
+    return next(filter(None, lowered), max(counts, key=counts.__getitem__, default=torch.float32))
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
@@ -142,11 +139,9 @@ def _product_s(device: torch.device, dtype: torch.dtype, size: int) -> float:
     # No random numbers: those of the program must stay as they are.
     factor = torch.full((size, size), 0.5, dtype=dtype, device=device)
     product = torch.empty_like(factor)
-    torch.mm(factor, factor, out=product)
-    if accelerator.is_accelerator(device):
-        accelerator.synchronize(device)
-    began_s = time.perf_counter()
-    torch.mm(factor, factor, out=product)
-    if accelerator.is_accelerator(device):
-        accelerator.synchronize(device)
+    for _ in range(2):  # the first one loads kernels
+        began_s = time.perf_counter()
+        torch.mm(factor, factor, out=product)
+        if accelerator.is_accelerator(device):
+            accelerator.synchronize(device)
     return max(time.perf_counter() - began_s, 1e-9)

@@ -18,16 +18,14 @@ from hpcfsdp.params.storage import SharedBuffer
 from hpcfsdp.units.dtensor_unit import dtensor_units_in
 from hpcfsdp.units.flat_unit import units_in
 
-_RESET_PEAK = b"5"
-"""What /proc/self/clear_refs takes, see proc(5)."""
+_RESET_PEAK = b"5"  # what /proc/self/clear_refs takes, see proc(5)
 _SIZES = re.compile(rb"^(VmHWM|VmRSS):\s*(\d+) kB$", re.MULTILINE)
 
 
 class ProcessMemory:
     """The resident memory of this process, from Linux. Memory that ranks share counts in each rank that has used it."""
 
-    capacity_bytes = 0
-    """The processes of a node share its memory: there is no capacity of one."""
+    capacity_bytes = 0  # the processes of a node share its memory: there is no capacity of one
 
     def __init__(self) -> None:
         self._status = self._clear = -1
@@ -58,15 +56,11 @@ class ProcessMemory:
 
 
 class DeviceMemory:
-    """The memory of torch's tensors on an accelerator. Resets torch's peak.
-
-    Attributes:
-        capacity_bytes: of the device; 0 where its driver does not give it.
-    """
+    """The memory of torch's tensors on an accelerator. Resets torch's peak."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.capacity_bytes = accelerator.describe(device).nbytes
+        self.capacity_bytes = accelerator.describe(device).nbytes  # 0 where the driver does not give it
 
     def read(self) -> tuple[int, int]:
         """Return bytes now, and at the peak since the last call."""
@@ -84,19 +78,14 @@ def memory_of(device: torch.device) -> ProcessMemory | DeviceMemory:
 
 
 class Holdings:
-    """Counts bytes of a model and its optimizer on this rank, now and then: it goes through all tensors for that.
-
-    Attributes:
-        parameters: its shards.
-        gradients: as the optimizer finds them.
-        optimizer: the state of the optimizer.
-        shared: its part of gathered values that the ranks of a node hold once, and that stay.
-    """
+    """Counts bytes of a model and its optimizer on this rank, now and then: it goes through all tensors for that."""
 
     def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
         self._model, self._optimizer = model, optimizer
         self._looks, self._num_states = 0, -1
-        self.parameters = self.gradients = self.optimizer = self.shared = 0
+        self.gradients = self.optimizer = 0  # as the optimizer finds them; of its state
+        self.shared = 0  # this rank's part of gathered values that the ranks of a node hold once, and that stay
+        self.parameters = 0  # of shards
         if model is not None:
             flats = flat_params(model)
             self.parameters = sum(map(_shard_bytes, flats)) if flats else _bytes_of(model.parameters())
@@ -105,7 +94,9 @@ class Holdings:
         """Count the gradients, which are complete now, in calls 1, 2, 4, 8, ... Not collective."""
         self._looks += 1
         if self._looks & (self._looks - 1) == 0:
-            params = self._params()
+            params: Iterable[torch.Tensor] = self._model.parameters() if self._model is not None else ()
+            if self._optimizer is not None:
+                params = (param for group in self._optimizer.param_groups for param in group["params"])
             self.gradients = _bytes_of(param.grad for param in params if param.grad is not None)
 
     def look_at_optimizer(self) -> None:
@@ -123,11 +114,7 @@ class Holdings:
         self.optimizer = _bytes_of(value for value in values if isinstance(value, torch.Tensor))
 
     def figures(self, gathered: int) -> dict[str, int]:
-        """Return bytes by kind, as a record has them. Not collective.
-
-        Args:
-            gathered: bytes of gathered values that come and go.
-        """
+        """Return bytes by kind, as a record has them; `gathered` come and go. Not collective."""
         self.look_at_optimizer()
         return {
             "parameters_bytes": self.parameters,
@@ -135,11 +122,6 @@ class Holdings:
             "optimizer_bytes": self.optimizer,
             "gathered_bytes": gathered + self.shared,
         }
-
-    def _params(self) -> Iterable[torch.Tensor]:
-        if self._optimizer is not None:
-            return [param for group in self._optimizer.param_groups for param in group["params"]]
-        return self._model.parameters() if self._model is not None else ()
 
 
 def flat_params(model: nn.Module) -> list[FlatParam]:

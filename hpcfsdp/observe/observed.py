@@ -17,7 +17,7 @@ from torch import nn
 from hpcfsdp import env, timeline
 from hpcfsdp.checkpoint.format.index import open_index
 from hpcfsdp.checkpoint.manager import Saved
-from hpcfsdp.comm import Communicator, communicator_for, raise_together
+from hpcfsdp.comm import communicator_for, raise_together
 from hpcfsdp.errors import UsageError
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.observe.facts import agree_on_facts, start_facts
@@ -33,8 +33,7 @@ from hpcfsdp.world import before_finalize, current_world
 log = logging.getLogger("hpcfsdp.observe")
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
-_REQUEUE = 75
-"""The exit code of ``hpcfsdp.exit_requeue``."""
+_REQUEUE = 75  # the exit code of ``hpcfsdp.exit_requeue``
 
 
 class Run:
@@ -99,7 +98,9 @@ class Run:
         """
         self.directory = Path(directory)
         self.latest: dict[str, Any] | None = None
-        self._comm = communicator_of(model) if model is not None else _world_communicator()
+        world = current_world()
+        on_host = world.host if world is not None else None
+        self._comm = communicator_of(model) if model is not None else on_host or communicator_for(None, required=False)
         self._every, self._on_record, self._traced = every, on_record, None
         self._trackers: list[Tracker] = []
         self._series = Curves()
@@ -115,7 +116,6 @@ class Run:
             if self._comm.rank == 0:
                 self._open(given, resume_step, resumed_from)
         self._step = self._comm.broadcast_object(self._step)
-        world = current_world()
         device = device_of(model) if model is not None else world.device if world is not None else torch.device("cpu")
         self._optimizer = optimizer
         self._memory = memory_of(device) if memory else None
@@ -123,7 +123,7 @@ class Run:
         self._facts = agree_on_facts(self._comm, model, device, flops_per_token, peak_flops)
         self._recorder = Recorder(device)
         self._trace = Trace(self.directory, self._comm, self._recorder, self._facts.rank, env.host_name())
-        self._sums = self._new_sums()
+        self._sums = Sums(keeps_on_device=self._recorder.is_timed)
         # A device still computes the figures of the last step when the next one ends on the host.
         self._pipeline = Pipeline(self._comm, self._facts, lag=1 if self._recorder.is_timed else 0)
         self._steps_done, self._closed = 0, False
@@ -325,12 +325,9 @@ class Run:
     def _open(self, trackers: list[str | Tracker], resume_step: int | None, resumed_from: Any) -> None:
         """Open the files, and take up the steps and curves of an earlier run. On rank 0."""
         index = None if resumed_from is None else open_index(resumed_from)
-        if resume_step is not None:
-            self._step = resume_step
-        elif index is not None:
-            self._step = index.info.step
-        else:
-            self._step = last_step(read_records(self.directory / METRICS))
+        if resume_step is None:
+            resume_step = index.info.step if index is not None else last_step(read_records(self.directory / METRICS))
+        self._step = resume_step
         self.directory.mkdir(parents=True, exist_ok=True)
         self._trackers = make_trackers(trackers, self.directory, resume_step=self._step)
         self._metrics = MetricsFile(self.directory / METRICS, resume_step=self._step)
@@ -342,15 +339,12 @@ class Run:
                 if record.get("kind") == "train":
                     self._series.add(record)
 
-    def _new_sums(self) -> Sums:
-        return Sums(keeps_on_device=self._recorder.is_timed)
-
     def _submit(self) -> None:
         """Send off a full record. Collective over the ranks of the model."""
         self._sums.send_to_host()
         interval = self._recorder.end_interval()
         memory = self._memory.read() if self._memory is not None else (0, 0)
-        sums, self._sums = self._sums, self._new_sums()
+        sums, self._sums = self._sums, Sums(keeps_on_device=self._recorder.is_timed)
         self._write(self._pipeline.put(self._step, sums, interval, memory, self._recorder.pop_most_gathered()))
 
     def _write(self, complete: Iterable[tuple[dict[str, Any], int]]) -> None:
@@ -417,11 +411,6 @@ class Run:
             if opened is not None:
                 opened.close()
         self._metrics = self._events = None
-
-
-def _world_communicator() -> Communicator:
-    world = current_world()
-    return world.host if world is not None else communicator_for(None, required=False)
 
 
 _open_runs: weakref.WeakSet[Run] = weakref.WeakSet()

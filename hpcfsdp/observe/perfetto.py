@@ -23,7 +23,7 @@ from hpcfsdp import accelerator, timeline
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import UsageError
 from hpcfsdp.text import safe_files
-from hpcfsdp.timeline import Recorder, TraceSlice
+from hpcfsdp.timeline import Recorder
 
 log = logging.getLogger("hpcfsdp.observe")
 
@@ -38,17 +38,12 @@ _TRACKS = (
 """The tracks, from top to bottom."""
 _LANES = 1000
 _ROUNDS = 9
-_VISIBLE_WITHIN_S = 90.0
-"""Clients of NFS see a new file after a minute at most."""
+_VISIBLE_WITHIN_S = 90.0  # clients of NFS see a new file after a minute at most
 _CLOCK_BYTES = 64
 
 
 def steps_to_trace(trace: bool | range) -> range | None:
-    """Return the steps of a run to trace, the first one being 1; None for none.
-
-    Raises:
-        UsageError: there is no such step.
-    """
+    """Return the steps of a run to trace, the first one being 1; None for none."""
     if isinstance(trace, bool):
         return DEFAULT_STEPS if trace else None
     if not isinstance(trace, range) or trace.step != 1 or trace.start < 1 or not trace:
@@ -60,13 +55,9 @@ class Trace:
     """Collects the spans of a recorder. Methods are collective over `comm`, except where marked."""
 
     def __init__(self, directory: Path, comm: Communicator, recorder: Recorder, rank: int, host: str) -> None:
-        """Remove what a run that was killed has left. Not collective.
-
-        Args:
-            rank, host: names of this rank; `rank` is that of the world.
-        """
+        """Remove what a run that was killed has left. Not collective."""
         self._directory, self._comm, self._recorder = directory, comm, recorder
-        self._rank, self._host = rank, host
+        self._rank, self._host = rank, host  # `rank` is that of the world
         self._parts = directory / f".{FILE}.parts"
         if comm.rank == 0:  # of a run that was killed; other ranks write after ``begin``, which waits for this one
             shutil.rmtree(self._parts, ignore_errors=True)
@@ -99,11 +90,18 @@ class Trace:
         """Write what this rank has collected; return whether that was possible. Not collective."""
         if self._recorder.is_timed:
             accelerator.synchronize(self._recorder.device)
-        spans = self._recorder.pop_spans()
+
+        def moment(mark: Any) -> int:
+            on_host = isinstance(mark, int)
+            host_ns: int = mark if on_host else self._first_ns + int(self._first.elapsed_time(mark) * 1e6)
+            return host_ns - self._shift_ns
+
+        spans = [(each.track, each.name, moment(each.begin), moment(each.end)) for each in self._recorder.pop_spans()]
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with safe_files.own_folder(self._parts, make=True) as folder:
-                text = ",\n".join(json.dumps(event) for event in self._events(spans))
+                events = events_of(spans, pid=self._rank, process=f"rank {self._rank} ({self._host})")
+                text = ",\n".join(map(json.dumps, events))
                 safe_files.replace(self._part(self._comm.rank).name, text.encode(), folder=folder)
         except OSError as error:
             log.warning("rank %d cannot write its part of the trace: %s", self._rank, error.strerror)
@@ -112,18 +110,6 @@ class Trace:
 
     def _part(self, rank: int) -> Path:
         return self._parts / f"rank-{rank:06d}.json"
-
-    def _events(self, spans: Iterable[TraceSlice]) -> Iterator[dict[str, Any]]:
-        def moment(mark: Any) -> int:
-            on_host = isinstance(mark, int)
-            host_ns: int = mark if on_host else self._first_ns + int(self._first.elapsed_time(mark) * 1e6)
-            return host_ns - self._shift_ns
-
-        yield from events_of(
-            ((span.track, span.name, moment(span.begin), moment(span.end)) for span in spans),
-            pid=self._rank,
-            process=f"rank {self._rank} ({self._host})",
-        )
 
     def _merge(self, *, wait: bool) -> None:
         path, until_s = self._directory / FILE, time.monotonic() + (_VISIBLE_WITHIN_S if wait else 0.0)
@@ -151,8 +137,7 @@ class Trace:
 def events_of(spans: Iterable[tuple[str, str, int, int]], *, pid: int, process: str) -> Iterator[dict[str, Any]]:
     """Yield the events of one process: names of it and of its threads, then a complete event ("X") for each span.
 
-    Args:
-        spans: (track, name, begin, end) in nanoseconds.
+    `spans` are (track, name, begin, end) in nanoseconds.
     """
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
@@ -174,20 +159,18 @@ def events_of(spans: Iterable[tuple[str, str, int, int]], *, pid: int, process: 
 
 def in_lanes(spans: Iterable[tuple[str, int, int]]) -> list[list[tuple[str, int, int]]]:
     """Divide spans so that any two in one lane are apart, or one lies within the other; each goes to the first lane."""
-    lanes: list[list[tuple[str, int, int]]] = []
-    open_ends: list[list[int]] = []
+    lanes: list[tuple[list[tuple[str, int, int]], list[int]]] = []  # with the ends of spans that are open
     for span in sorted(spans, key=lambda span: (span[1], -span[2])):
         _, begin, end = span
-        for ends in open_ends:
+        for _, ends in lanes:
             while ends and ends[-1] <= begin:
                 ends.pop()
-        place = next((place for place, ends in enumerate(open_ends) if not ends or end <= ends[-1]), len(lanes))
-        if place == len(lanes):
-            lanes.append([])
-            open_ends.append([])
-        lanes[place].append(span)
-        open_ends[place].append(end)
-    return lanes
+        lane = next((lane for lane in lanes if not lane[1] or end <= lane[1][-1]), None)
+        if lane is None:
+            lanes.append(lane := ([], []))
+        lane[0].append(span)
+        lane[1].append(end)
+    return [members for members, _ in lanes]
 
 
 def _clock_of_rank_0(comm: Communicator) -> int:

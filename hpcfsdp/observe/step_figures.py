@@ -21,8 +21,7 @@ from hpcfsdp.timeline import Interval
 SERIES = ("loss", "grad_norm", "lr", "tokens_per_s", "comm_share", "flop_utilisation", "memory_peak_bytes")
 """Figures that checkpoints hold as curves."""
 
-_RANK_BITS = 22
-"""A rank is packed below a number, so that the maximum of both is the largest number and its rank."""
+_RANK_BITS = 22  # a rank is packed below a number, so that the maximum of both is the largest number and its rank
 _SHARE = 10**6
 _NOT_FINITE = ("nan", "inf", "-inf")
 _RESERVED = {
@@ -42,21 +41,12 @@ def unpack(packed: int) -> tuple[int, int]:
 
 
 class Sums:
-    """What the program gives in some steps, added up on this rank.
-
-    Attributes:
-        steps: how many.
-        tokens: None where the program gives none.
-    """
+    """What the program gives in some steps, added up on this rank."""
 
     def __init__(self, *, keeps_on_device: bool) -> None:
-        """
-        Args:
-            keeps_on_device: numbers on a device are read later; otherwise at once, which waits for the device.
-        """
-        self._keeps = keeps_on_device
+        self._keeps = keeps_on_device  # numbers on a device are read later; otherwise at once, which waits for it
         self.steps = 0
-        self.tokens: float | None = None
+        self.tokens: float | None = None  # None where the program gives none
         self.is_reduced = False
         self._weight = 0.0
         self._sums: dict[str, Any] = {}  # floats, and 0-d float64 tensors on a device
@@ -65,11 +55,7 @@ class Sums:
         self._on_device: list[str] = []
 
     def add(self, loss: Any, tokens: float | None, lr: Any, values: Mapping[str, Any], *, reduce: bool) -> None:
-        """Add a step. `loss` counts by its tokens, and is the same on all ranks unless it is to be reduced.
-
-        Raises:
-            UsageError: a value is no number, or there are fewer than 0 tokens. Then nothing was added.
-        """
+        """Add a step; nothing on an error. `loss` counts by its tokens, and is the same on all ranks unless reduced."""
         given = {"loss": loss, "lr": lr, **values}
         numbers = {name: scalar(name, value, self._keeps) for name, value in given.items() if value is not None}
         count = None if tokens is None else float(scalar("tokens", tokens))
@@ -121,11 +107,7 @@ class Totals:
 
 
 def scalar(name: str, value: Any, keep_on_device: bool = False) -> Any:
-    """Return a number as float; if asked for, a tensor on a device as a 0-d float64 tensor of its own memory.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """Return a number as float; if asked for, a tensor on a device as a 0-d float64 tensor of its own memory."""
     if isinstance(value, torch.Tensor):
         if _compat.local_of(value) is not value:
             raise UsageError(f"observe: {name} is a DTensor, a part of which is on each rank: give .full_tensor()")
@@ -142,9 +124,8 @@ def scalar(name: str, value: Any, keep_on_device: bool = False) -> Any:
 
 def check_names(values: Mapping[str, Any]) -> None:
     """Raise a UsageError for a name that a record has for something else."""
-    for name in values:
-        if name in _RESERVED:
-            raise UsageError(f"observe: {name!r} is a figure of every record: give yours another name")
+    if taken := [name for name in values if name in _RESERVED]:
+        raise UsageError(f"observe: {taken[0]!r} is a figure of every record: give yours another name")
 
 
 class FigureReduction:
@@ -153,10 +134,6 @@ class FigureReduction:
     def __init__(
         self, comm: Communicator, step: int, sums: Totals, interval: Interval, memory: tuple[int, int], facts: Facts
     ) -> None:
-        """
-        Args:
-            memory: bytes now and at the peak.
-        """
         self.step, self.sums, self._facts, self._size = step, sums, facts, comm.size
         seconds, waited_s = interval.read()
         seconds, waited_s = seconds / sums.steps, waited_s / sums.steps
@@ -164,20 +141,12 @@ class FigureReduction:
         loss = sums.loss if sums.loss is not None and not sums.is_reduced else 0.0
         tokens = (sums.tokens or 0.0) / facts.copies / sums.steps
         added = [loss, sums.weight, tokens, seconds, share, busy_s]
-        now, peak = memory
-        largest = [
-            pack(busy_s * 1e6, facts.rank),
-            pack(share * _SHARE, facts.rank),
-            pack(peak >> 10, facts.rank),
-            pack(now >> 10, facts.rank),
-        ]
+        now, peak = memory  # bytes
+        largest = [pack(number, facts.rank) for number in (busy_s * 1e6, share * _SHARE, peak >> 10, now >> 10)]
         self._added = torch.tensor(added, dtype=torch.float64, device=comm.device)
         self._largest = torch.tensor(largest, dtype=torch.int64, device=comm.device)
-        label = f"figures of step {step}"
-        self._work = [
-            comm.all_reduce(self._added, "sum", label=label, async_op=True),
-            comm.all_reduce(self._largest, "max", label=label, async_op=True),
-        ]
+        options: dict[str, Any] = {"label": f"figures of step {step}", "async_op": True}
+        self._work = comm.all_reduce(self._added, "sum", **options), comm.all_reduce(self._largest, "max", **options)
 
     def record(self) -> dict[str, Any]:
         """Wait for the other ranks, and return the record, without memory by kind."""
@@ -192,8 +161,7 @@ class FigureReduction:
         if sums.steps > 1:
             record["steps"] = sums.steps
         if sums.loss is not None:
-            mean = sums.loss / sums.weight if sums.is_reduced else loss / weight if weight else math.nan
-            record["loss"] = mean
+            record["loss"] = sums.loss / sums.weight if sums.is_reduced else loss / weight if weight else math.nan
         record |= sums.values
         record["seconds"] = round(seconds, 6)
         if sums.tokens is not None:
@@ -218,26 +186,18 @@ class Pipeline:
     """Figures of the last steps on their way to records: to be read from a device, then being reduced."""
 
     def __init__(self, comm: Communicator, facts: Facts, *, lag: int) -> None:
-        """Begin without figures. Not collective.
-
-        Args:
-            lag: records whose figures a device may still compute; they are not read yet.
-        """
-        self._comm, self._facts, self._lag = comm, facts, lag
+        self._comm, self._facts = comm, facts
+        self._lag = lag  # records whose figures a device may still compute; they are not read yet
         self._unread: deque[tuple[int, Sums, Interval, tuple[int, int], int]] = deque()
         self._reducing: deque[tuple[FigureReduction, int]] = deque()
 
     def put(
         self, step: int, sums: Sums, interval: Interval, memory: tuple[int, int], gathered: int
     ) -> list[tuple[dict[str, Any], int]]:
-        """Take the figures of a record. Collective over the ranks of the model.
+        """Take the figures of a record, and return earlier ones that are complete. Collective over the model's ranks.
 
-        Args:
-            memory: see ``FigureReduction``.
-            gathered: the most bytes of gathered values on this rank.
-
-        Returns:
-            Earlier records that are complete now, with what was given as `gathered` for them.
+        `memory` is in bytes, now and at the peak; `gathered` the most bytes of gathered values on this rank, and comes
+        back with its record.
         """
         self._unread.append((step, sums, interval, memory, gathered))
         complete = self._finish()
@@ -254,9 +214,8 @@ class Pipeline:
         while len(self._unread) > keep:
             step, sums, interval, memory, gathered = self._unread.popleft()
             interval.wait()
-            self._reducing.append(
-                (FigureReduction(self._comm, step, sums.read(), interval, memory, self._facts), gathered)
-            )
+            reduction = FigureReduction(self._comm, step, sums.read(), interval, memory, self._facts)
+            self._reducing.append((reduction, gathered))
 
     def _finish(self) -> list[tuple[dict[str, Any], int]]:
         found = [(reduction.record(), gathered) for reduction, gathered in self._reducing]

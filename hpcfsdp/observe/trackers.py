@@ -65,11 +65,8 @@ class WandB:
             self._run.finish()
 
 
-_BY_NAME: dict[str, tuple[Callable[..., Tracker], str]] = {
-    "tensorboard": (TensorBoard, "tensorboard"),
-    "wandb": (WandB, "wandb"),
-}
-"""Name -> class, and the package that it needs."""
+_BY_NAME: dict[str, Callable[..., Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
+"""By the names of the packages that they need."""
 
 
 def check_trackers(names: Iterable[Any]) -> None:
@@ -86,11 +83,10 @@ def check_trackers(names: Iterable[Any]) -> None:
             raise UsageError(
                 f"observe: there is no tracker {name!r}: use one of {', '.join(_BY_NAME)}{nearest(name, _BY_NAME)}"
             )
-        package = _BY_NAME[name][1]
-        if importlib.util.find_spec(package) is None:
-            raise UsageError(f"observe: the tracker {name!r} needs {package}: pip install 'hpcfsdp[{name}]'")
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"observe: the tracker {name!r} needs {name}: pip install 'hpcfsdp[{name}]'")
 
 
 def make_trackers(names: Iterable[Any], directory: Path, *, resume_step: int) -> list[Tracker]:
     """Return the trackers of these names; objects are returned as they are. On rank 0."""
-    return [_BY_NAME[name][0](directory, resume_step=resume_step) if isinstance(name, str) else name for name in names]
+    return [_BY_NAME[name](directory, resume_step=resume_step) if isinstance(name, str) else name for name in names]

@@ -24,17 +24,9 @@ def orthogonalize(
     """Return each matrix U S V^T as about U V^T: its singular values become numbers around 1.
 
     A step maps each singular value x to a x + b x^3 + c x^5. The usual coefficients (a, b, c) reach 0.7 to 1.2 within
-    five steps, and do not converge.
-
-    Args:
-        matrices: shape (rows, columns), or (count, rows, columns) for many; any floating dtype; stays unchanged.
-        coefficients: a, b, c.
-        steps: of the iteration.
-        eps: least norm that a matrix is divided by; keeps matrices of zeros as they are.
-        dtype: to compute in.
-
-    Returns:
-        A new tensor of the same shape, in `dtype`.
+    five steps, and do not converge. `matrices` of shape (rows, columns), or (count, rows, columns) for many, have any
+    floating dtype, and stay as they are; the result has `dtype`, which is computed in. A matrix is divided by a norm of
+    at least `eps`, which keeps matrices of zeros as they are.
     """
     a, b, c = coefficients
     is_tall = matrices.shape[-2] > matrices.shape[-1]
@@ -59,8 +51,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16
 _BOTH = ("lr", "weight_decay", "eps")
 _OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn")
 _OF_ADAMW = ("betas", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
-ELEMENT_FLOPS = 10.0
-"""Operations of AdamW, and of others that step each element, about, for each element."""
+ELEMENT_FLOPS = 10.0  # operations of AdamW, and of others that step each element, about, for each element
 _BATCH_BYTES = 64 << 20
 """Most bytes of matrices that are computed together: larger ones keep a device busy by themselves."""
 _HOST_BATCH_BYTES = 128 << 10
@@ -81,8 +72,7 @@ class Muon(torch.optim.Optimizer):
     ``use_orig_params=True``.
     """
 
-    _stepper: torch.optim.AdamW | None = None
-    """Steps the groups of AdamW, with the state of this optimizer."""
+    _stepper: torch.optim.AdamW | None = None  # steps the groups of AdamW, with the state of this optimizer
 
     def __init__(
         self,
@@ -165,10 +155,9 @@ class Muon(torch.optim.Optimizer):
             _check_param(param)
         if algorithm is not None:
             _check_algorithm(algorithm)
-        foreign = [key for key in param_group if key.startswith("adamw_")]
-        if foreign:
-            key = foreign[0].removeprefix("adamw_")
-            raise UsageError(f'Muon: a group has {foreign[0]!r}: give "{key}" in a group with "algorithm": "adamw"')
+        if foreign := next((key for key in param_group if key.startswith("adamw_")), None):
+            key = foreign.removeprefix("adamw_")
+            raise UsageError(f'Muon: a group has {foreign!r}: give "{key}" in a group with "algorithm": "adamw"')
         matrices = [p for p in params if algorithm == MUON or (algorithm is None and _tensor(p).dim() == 2)]
         others = [p for p in params if algorithm == ADAMW or (algorithm is None and _tensor(p).dim() != 2)]
         values = {key: value for key, value in param_group.items() if key not in ("params", "algorithm")}
@@ -214,10 +203,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             UsageError: a matrix has a sparse gradient; nothing was stepped.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         matrices = [group for group in self.param_groups if group["algorithm"] == MUON]
         others = [group for group in self.param_groups if group["algorithm"] == ADAMW and group["params"]]
         if any(p.grad is not None and p.grad.is_sparse for group in matrices for p in group["params"]):
@@ -233,11 +219,7 @@ class Muon(torch.optim.Optimizer):
 
     @staticmethod
     def step_flops(shape: tuple[int, ...], group: Mapping[str, Any]) -> float:
-        """Return the floating-point operations of a step of one parameter, about.
-
-        Args:
-            shape: of the parameter; `group`: the one that it is in.
-        """
+        """Return about the floating-point operations of a step of a parameter of this `shape`, in this `group`."""
         if group["algorithm"] == MUON:
             return newton_schulz_flops(shape, group["ns_steps"])
         return ELEMENT_FLOPS * math.prod(shape)

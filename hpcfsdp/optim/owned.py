@@ -23,11 +23,9 @@ from hpcfsdp.state.optim.compare import RankState, StateInfo, allgather_state_in
 from hpcfsdp.state.tensors import TensorInfo, is_whole_state, mark_whole_state
 from hpcfsdp.units.unit_mesh import GroupCache
 
-State = dict[str, Any]
-"""The state of one parameter."""
+State = dict[str, Any]  # the state of one parameter
 
-LINE = 512
-"""Words of 8 bytes in a line of a fingerprint, which has one number for each."""
+LINE = 512  # words of 8 bytes in a line of a fingerprint, which has one number for each
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 """2**64 divided by the golden ratio, as int64: its multiples have few bits in common."""
 HOST_LINES, DEVICE_LINES = 1 << 7, 1 << 14
@@ -49,10 +47,8 @@ class OwnedParams:
     shard. That memory stays, so that of a step only gradients and updates move. What else changes the shards is
     noticed by a fingerprint of their values, and moves before the next step.
 
-    Attributes:
-        params: in the order of the optimizer, the same on all ranks.
-        whole: by number, what the optimizer steps: on the owner the whole parameter, elsewhere without memory.
-        owners: by number, a rank of `comm`.
+    `params` are in the order of the optimizer, the same on all ranks; `whole` is what the optimizer steps of each: on
+    the owner, one of `owners`, ranks of `comm`, the whole parameter, elsewhere without memory.
     """
 
     def __init__(
@@ -153,11 +149,8 @@ class OwnedParams:
 
     def gather_grads(self, chosen: Sequence[int], *, async_op: bool = False) -> Finish:
         """Give owners gradients of `chosen` parameters, once the result is called. Collective over `comm`."""
-        here = {
-            index: local_grad(each.param).to(each.param.dtype)
-            for index, each in ((index, self.params[index]) for index in chosen)
-            if each.param.grad is not None
-        }
+        params = {index: self.params[index].param for index in chosen}
+        here = {i: local_grad(param).to(param.dtype) for i, param in params.items() if param.grad is not None}
         grads: dict[int, torch.Tensor] = {}
         for index in chosen:
             if self.owns(index):
@@ -178,8 +171,11 @@ class OwnedParams:
         for index in chosen:
             if self.owns(index):
                 self.whole[index].grad = None
-        moving = [index for index in chosen if not self._stays[index]]
-        arrive = self._scatter(moving, lambda index: self.whole[index].data, self.shard, async_op=async_op)
+        moving = self._by_dtype(index for index in chosen if not self._stays[index])
+        arrive = all_of(
+            self._exchange.scatter(alike, lambda index: self.whole[index].data, self.shard, dtype, async_op=async_op)
+            for dtype, alike in moving
+        )
 
         def finish() -> None:
             arrive()
@@ -202,13 +198,7 @@ class OwnedParams:
             for dtype, alike in self._by_dtype(chosen)
         )
 
-    def _scatter(self, chosen: Sequence[int], whole: TensorOf, shard: TensorOf, *, async_op: bool = False) -> Finish:
-        return all_of(
-            self._exchange.scatter(alike, whole, shard, dtype, async_op=async_op)
-            for dtype, alike in self._by_dtype(chosen)
-        )
-
-    def _by_dtype(self, chosen: Sequence[int]) -> Iterable[tuple[torch.dtype, list[int]]]:
+    def _by_dtype(self, chosen: Iterable[int]) -> Iterable[tuple[torch.dtype, list[int]]]:
         found: dict[torch.dtype, list[int]] = {}
         for index in chosen:
             found.setdefault(self.params[index].param.dtype, []).append(index)
@@ -220,13 +210,8 @@ class OwnedParams:
         """Return the state of each parameter as that of its shard. Collective over `comm`.
 
         Tensors of the parameter's shape become this rank's part of them; others, on all ranks, are marked by
-        ``mark_whole_state``.
-
-        Args:
-            states: of parameters that this rank owns.
-
-        Raises:
-            StateDictError: a value cannot be sent to other ranks, or a block of a parameter has state of its own.
+        ``mark_whole_state``. `states` are those of parameters that this rank owns. Raises StateDictError where a value
+        cannot be sent to other ranks, or a block of a parameter has state of its own.
         """
         mine = {self.params[index].name: StateInfo.of(state) for index, state in states.items() if state}
         others = {each.name for index, each in enumerate(self.params) if not self.owns(index)}
@@ -245,18 +230,14 @@ class OwnedParams:
                 for index, tensor in self._state_in_shards(name, dtype, chosen, states).items():
                     found[index][name] = tensor
             else:
-                self._refuse_blocks(name, chosen)
+                if block := next((self.params[index] for index in chosen if self.params[index].has_blocks), None):
+                    raise StateDictError(
+                        f"WholeTensors: state {name!r} of {block.name!r} is of a block of it, and tensor-parallel "
+                        'ranks have different ones: it can be saved with tensor_parallel="joined"'
+                    )
                 for index, tensor in self._state_everywhere(name, dtype, chosen, states, merged).items():
                     found[index][name] = mark_whole_state(tensor)
         return [dict(sorted(state.items(), key=lambda item: str(item[0]))) for state in found]
-
-    def _refuse_blocks(self, name: str, chosen: Sequence[int]) -> None:
-        block = next((each for each in (self.params[index] for index in chosen) if each.has_blocks), None)
-        if block is not None:
-            raise StateDictError(
-                f"WholeTensors: state {name!r} of {block.name!r} is of a block of it, and tensor-parallel ranks have "
-                'different ones: it can be saved with tensor_parallel="joined"'
-            )
 
     def _merged(self, mine: Mapping[str, StateInfo], empty: set[str]) -> dict[str, StateInfo]:
         """Return the state that ranks have, by name; this rank has none of those in `empty`. Collective over `comm`."""
@@ -269,8 +250,7 @@ class OwnedParams:
             return convert_all_state_info(gathered)
 
     def _by_kind(self, merged: Mapping[str, StateInfo]) -> dict[tuple[str, torch.dtype, bool], list[int]]:
-        """Return numbers of parameters by name and dtype of a state tensor, and whether it has the parameter's
-        shape."""
+        """Return numbers of parameters by name and dtype of a state tensor, and whether it has their shape."""
         found: dict[tuple[str, torch.dtype, bool], list[int]] = {}
         for index, each in enumerate(self.params):
             for name, info in merged.get(each.name, StateInfo()).tensors.items():
@@ -290,11 +270,10 @@ class OwnedParams:
                 shards[index] = torch.empty(local.shape, dtype=dtype, device=_device_of_copies(local.device))
         moving = [index for index in chosen if not self._stays[index]]
         self._exchange.scatter(moving, lambda index: states[index][name].contiguous(), shards.__getitem__, dtype)
-        params = {index: self.params[index].param for index in chosen}
-        return {
-            index: _compat.dtensor_like(params[index], shard) if isinstance(params[index], DTensor) else shard
-            for index, shard in shards.items()
-        }
+        for index in chosen:
+            if isinstance(param := self.params[index].param, DTensor):
+                shards[index] = _compat.dtensor_like(param, shards[index])
+        return shards
 
     def _state_everywhere(
         self,
@@ -327,11 +306,8 @@ class OwnedParams:
     def own_state(self, given: Sequence[State]) -> dict[int, State]:
         """Return the state that this rank owns, of state as ``shown_state`` gives it. Collective over `comm`.
 
-        Args:
-            given: by parameter; also with whole tensors, as the optimizer of the plain model has, on all ranks.
-
-        Raises:
-            StateDictError: on all ranks: ranks have different state, or an owner lacks some.
+        `given` may also hold whole tensors on all ranks, as the optimizer of the plain model has them. Raises
+        StateDictError on all ranks where ranks have different state, or an owner lacks some.
         """
         forms = {form for form in self.control.all_gather_object(self._is_whole_form(given)) if form is not None}
         if len(forms) > 1:
@@ -341,13 +317,11 @@ class OwnedParams:
             )
         is_whole = forms == {True}
         with raise_together(self.control):
-            described = {
-                each.name: StateInfo.of(
-                    {name: self._described(index, name, value, is_whole) for name, value in state.items()}
-                )
-                for index, (each, state) in enumerate(zip(self.params, given, strict=True))
-                if state
-            }
+            described = {}
+            for index, (each, state) in enumerate(zip(self.params, given, strict=True)):
+                shown = {name: self._described(index, name, value, is_whole) for name, value in state.items()}
+                if shown:
+                    described[each.name] = StateInfo.of(shown)
         empty = {
             each.name
             for index, each in enumerate(self.params)

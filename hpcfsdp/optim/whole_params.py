@@ -49,10 +49,8 @@ class WholeParam:
 def whole_params(model: nn.Module, *, joins_blocks: bool) -> dict[nn.Parameter, WholeParam]:
     """Return its parameters by what an optimizer steps. Collective over all ranks of the model, the first time.
 
-    Flat parameters, which stand for several, are not among them.
-
-    Args:
-        joins_blocks: whether the blocks of tensor-parallel ranks are joined, or each is a tensor of its own.
+    Flat parameters, which stand for several, are not among them. Blocks of tensor-parallel ranks are joined if asked
+    for; else each is a tensor of its own.
     """
     units_of(model)  # which get the ranks of others
     shares = _Shares(joins_blocks)

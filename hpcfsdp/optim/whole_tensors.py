@@ -6,8 +6,7 @@ import collections
 import contextlib
 import copy
 import functools
-import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,8 +32,7 @@ from hpcfsdp.units.own import hidden_fqn, label
 Cost = Callable[[tuple[int, ...], Mapping[str, Any]], float]
 """The floating-point operations of a step of one parameter, by its whole shape and its group."""
 
-_WAVES = 4
-"""Parts of a step that overlaps: enough to hide what moves, and few calls of the optimizer."""
+_WAVES = 4  # parts of a step that overlaps: enough to hide what moves, and few calls of the optimizer
 HOST_FLOPS_PER_BYTE, DEVICE_FLOPS_PER_BYTE = 50.0, 2000.0
 """Operations that a rank does while one byte moves; of devices, in 16 bits, and between nodes."""
 
@@ -94,9 +92,19 @@ class WholeTensors(torch.optim.Optimizer):
                 with a closure.
             DisagreementError: ranks give different parameters.
         """
-        _check_choice("replicas", replicas, ("auto", "divide", "repeat"))
-        _check_choice("tensor_parallel", tensor_parallel, ("joined", "blocks"))
-        _check_class(optimizer_class)
+        choices = {"replicas": ("auto", "divide", "repeat"), "tensor_parallel": ("joined", "blocks")}
+        for (name, known), value in zip(choices.items(), (replicas, tensor_parallel), strict=True):
+            if value not in known:
+                raise UsageError(f"WholeTensors: {name} is {value!r}: choose one of {', '.join(map(repr, known))}")
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+            raise UsageError(
+                f"WholeTensors: optimizer_class is {optimizer_class!r}: give a class of torch.optim.Optimizer"
+            )
+        if needs_closure(optimizer_class.step):
+            raise UsageError(
+                f"WholeTensors: {optimizer_class.__name__} steps with a closure that computes the loss again, for "
+                "which gradients would have to move each time: use an optimizer that steps without one"
+            )
         self._model, self._replicas, self._joins_blocks = model, replicas, tensor_parallel == "joined"
         self._cost = cost
         self._waves = _WAVES if overlap else 1
@@ -107,8 +115,7 @@ class WholeTensors(torch.optim.Optimizer):
         self._alone: list[tuple[WholeParam, nn.Parameter]] = []
         self._params: dict[nn.Parameter, nn.Parameter] = {}
         """The sharded parameters by those that the inner optimizer has."""
-        self._mine: set[nn.Parameter] = set()
-        """The parameters of the inner optimizer that this rank steps."""
+        self._mine: set[nn.Parameter] = set()  # the parameters of the inner optimizer that this rank steps
         new = self._plan(_as_groups(params))
         self._inner = self._make(new.groups)
         self._add(new)
@@ -144,9 +151,8 @@ class WholeTensors(torch.optim.Optimizer):
     @property
     def owners(self) -> dict[str, int]:
         """Not collective. The ranks that own parameters, by name; numbered among the ranks that share the parameter."""
-        return {
-            each.name: owner for owned in self._owned for each, owner in zip(owned.params, owned.owners, strict=True)
-        }
+        pairs = (pair for owned in self._owned for pair in zip(owned.params, owned.owners, strict=True))
+        return {each.name: owner for each, owner in pairs}
 
     # What the inner optimizer steps
 
@@ -218,9 +224,7 @@ class WholeTensors(torch.optim.Optimizer):
                 for given in group["params"]:
                     each = _checked(given[1] if isinstance(given, tuple) else given, number, known, sharded_params)
                     if each.param in taken:
-                        raise UsageError(
-                            f"WholeTensors: {each.name!r} is in two groups, or in one twice: leave it in one"
-                        )
+                        raise UsageError(f"WholeTensors: {each.name!r} is in two groups, or one twice: leave it in one")
                     taken.add(each.param)
                     found.append(each)
         return found
@@ -314,7 +318,12 @@ class WholeTensors(torch.optim.Optimizer):
                         f"WholeTensors: {type(inner).__name__} looks at parameters without gradients, which other "
                         f"ranks own ({error}): use an optimizer that steps each parameter for itself"
                     ) from error
-                self._check_stepped()
+                strange = next((key for key in inner.state if key not in self._params), None)
+                if strange is not None:
+                    raise UsageError(
+                        f"WholeTensors: {type(inner).__name__} keeps state {strange!r} that is of no parameter, so no "
+                        "rank owns it: use an optimizer that keeps all of its state by parameter"
+                    )
             after = [_hyper_digest(group) for group in inner.param_groups]
             changes = self._ranks.all_gather_object(after if after != hypers else None)
             if any(change != changes[0] for change in changes):
@@ -347,14 +356,6 @@ class WholeTensors(torch.optim.Optimizer):
             if whole in self._mine and whole in self._inner.state:
                 self.state[param] = self._inner.state[whole]
 
-    def _check_stepped(self) -> None:
-        strange = next((key for key in self._inner.state if key not in self._params), None)
-        if strange is not None:
-            raise UsageError(
-                f"WholeTensors: {type(self._inner).__name__} keeps state {strange!r} that is of no parameter, so no "
-                "rank owns it: use an optimizer that keeps all of its state by parameter"
-            )
-
     # State
 
     def initial_state(self) -> dict[nn.Parameter, State]:
@@ -372,12 +373,8 @@ class WholeTensors(torch.optim.Optimizer):
         """
         found: dict[nn.Parameter, State] = {}
         for owned in self._owned:
-            states = {
-                index: self.state[each.param]
-                for index, each in enumerate(owned.params)
-                if owned.owns(index) and each.param in self.state
-            }
-            shown = owned.shown_state(states)
+            held = [(index, each.param) for index, each in enumerate(owned.params) if owned.owns(index)]
+            shown = owned.shown_state({index: self.state[param] for index, param in held if param in self.state})
             found.update({each.param: state for each, state in zip(owned.params, shown, strict=True) if state})
         for each, _ in self._alone:
             if each.param in self.state:
@@ -387,8 +384,7 @@ class WholeTensors(torch.optim.Optimizer):
     def load_shown_state(self, given: Mapping[Any, State]) -> None:
         """Replace the state by `given`, as ``shown_state`` returns it. Collective over all ranks of the model.
 
-        Raises:
-            StateDictError: on all ranks, if they have different state, or an owner lacks some. Nothing has changed.
+        Raises StateDictError on all ranks if they have different state, or an owner lacks some; nothing has changed.
         """
         found: dict[nn.Parameter, State] = {}
         for owned in self._owned:
@@ -424,20 +420,17 @@ class WholeTensors(torch.optim.Optimizer):
         state, groups = self.state, [dict(group) for group in self.param_groups]
         try:
             super().load_state_dict(dict(state_dict))
-            self._mark_again(state_dict)
+            # Mark what was marked before torch has cast it.
+            keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+            params = [param for group in self.param_groups for param in group["params"]]
+            param_of = dict(zip(keys, params, strict=True))
+            for key, name in (*_marked(state_dict["state"]), *state_dict.get("whole_state", ())):
+                if key in param_of and name in self.state[param_of[key]]:
+                    mark_whole_state(self.state[param_of[key]][name])
             self.load_shown_state(self.state)
         except BaseException:
             self.state, self.param_groups = state, groups
             raise
-
-    def _mark_again(self, given: Mapping[str, Any]) -> None:
-        """Mark state that was marked before torch has cast it."""
-        keys = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
-        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        param_of = dict(zip(keys, params, strict=True))
-        for key, name in (*_marked(given["state"]), *given.get("whole_state", ())):
-            if key in param_of and name in self.state[param_of[key]]:
-                mark_whole_state(self.state[param_of[key]][name])
 
 
 @dataclass
@@ -471,14 +464,11 @@ def _whole_param(each: WholeParam, device: torch.device) -> nn.Parameter:
 
 def _with_params(groups: Iterable[Mapping[str, Any]], params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """Return groups with other parameters, in the same order."""
-    new = iter(params)
-    return [
-        {
-            **group,
-            "params": [(given[0], next(new)) if isinstance(given, tuple) else next(new) for given in group["params"]],
-        }
-        for group in groups
-    ]
+    new, found = iter(params), []
+    for group in groups:
+        given = [(each[0], next(new)) if isinstance(each, tuple) else next(new) for each in group["params"]]
+        found.append({**group, "params": given})
+    return found
 
 
 def _marked(states: Mapping[Any, Any]) -> list[tuple[Any, str]]:
@@ -542,22 +532,6 @@ def _checked(param: Any, number: int, known: Mapping[Any, WholeParam], sharded_p
     return known[param]
 
 
-def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise UsageError(f"WholeTensors: {name} is {value!r}: choose one of {', '.join(map(repr, choices))}")
-
-
-def _check_class(kind: Any) -> None:
-    """Refuse what is no class of optimizers, or steps with a closure alone."""
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise UsageError(f"WholeTensors: optimizer_class is {kind!r}: give a class of torch.optim.Optimizer")
-    if needs_closure(kind.step):
-        raise UsageError(
-            f"WholeTensors: {kind.__name__} steps with a closure that computes the loss again, for which gradients "
-            "would have to move each time: use an optimizer that steps without one"
-        )
-
-
 def _cost_of(optimizer: torch.optim.Optimizer) -> Cost:
     """Return the default cost of an optimizer's steps."""
     if isinstance(optimizer, Muon):
@@ -592,10 +566,7 @@ def _on_host(value: Any) -> Any:
 
 def _restore(state: dict[str, Any], before: Mapping[str, Any]) -> None:
     """Give a state its values again, in its own memory."""
-    for name in [name for name in state if name not in before]:
+    for name in state.keys() - before.keys():
         del state[name]
     for name, value in before.items():
-        if isinstance(value, torch.Tensor):
-            state[name].copy_(value)
-        else:
-            state[name] = value
+        state[name] = state[name].copy_(value) if isinstance(value, torch.Tensor) else value

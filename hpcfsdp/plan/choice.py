@@ -94,8 +94,7 @@ def candidates(request: Request, steps: Sequence[TracedStep]) -> tuple[Candidate
     return tuple(sorted(found, key=order))
 
 
-SAME_TIME = 0.02
-"""Relative differences in time that the model cannot resolve."""
+SAME_TIME = 0.02  # relative differences in time that the model cannot resolve
 
 
 def pick(found: Sequence[Candidate]) -> Candidate:

@@ -11,6 +11,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -117,25 +118,12 @@ class Replay:
         peak = max(self._course, key=lambda moment: moment.nbytes, default=at_rest)
         return Footprint(at_rest, peak, host, tuple(self._course))
 
-    # What a schedule of the same step adds
+    def _no_schedule(self, *_: Any) -> None: ...
 
-    def on_compute(self, event: StepEvent) -> None:
-        """Hear that modules compute from an event to the next one."""
-
-    def on_gather(self, unit: ReplayedUnit) -> None:
-        """Hear that the values of a unit begin to be gathered."""
-
-    def on_bind(self, unit: ReplayedUnit) -> None:
-        """Hear that modules compute with the values of a unit from here on."""
-
-    def on_reshard(self, unit: ReplayedUnit) -> None:
-        """Hear that modules have computed with the values of a unit."""
-
-    def on_free(self, unit: ReplayedUnit) -> None:
-        """Hear that the next gather may write the memory of a unit that was resharded."""
-
-    def on_reduce(self, unit: ReplayedUnit, place: int) -> None:
-        """Hear that a group of gradients begins to be reduced."""
+    # What ``step_time`` hears of the same step: modules compute from an event to the next one; the values of a unit
+    # begin to be gathered; modules compute with them from here on, and have done so; the next gather may write the
+    # memory of the unit; a group of its gradients begins to be reduced.
+    on_compute = on_gather = on_bind = on_reshard = on_free = on_reduce = _no_schedule
 
     # Memory
 

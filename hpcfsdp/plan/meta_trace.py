@@ -26,8 +26,7 @@ from hpcfsdp.errors import UsageError
 from hpcfsdp.params.layout import round_up
 from hpcfsdp.plan.traced_step import EventKind, Param, PlannedUnit, StepEvent, TracedStep
 
-ALLOCATED_BYTES = 512
-"""Allocators of accelerators give multiples of it."""
+ALLOCATED_BYTES = 512  # allocators of accelerators give multiples of it
 
 
 def trace(
@@ -46,7 +45,6 @@ def trace(
     `model` is made for this call, and a unit itself; the other `units` are modules inside of it. `loss_of` calls the
     model, and returns its loss. With `checkpointed`, each of `units` computes its forward again in the backward; with
     `fused`, attention and RMSNorm of ``torch.nn.functional`` count as fused kernels, and not as single operations.
-    Raises UsageError where two units share a parameter.
     """
     modules = [*dict.fromkeys(units), model]
     planned, owned = describe_units(model, modules)
@@ -96,10 +94,7 @@ def trace(
 def describe_units(
     model: nn.Module, modules: Sequence[nn.Module]
 ) -> tuple[tuple[PlannedUnit, ...], list[dict[nn.Parameter, int]]]:
-    """Return the units of these modules, the model last, and for each its own parameters with their indices.
-
-    Raises UsageError where two units share a parameter.
-    """
+    """Return the units of these modules, the model last, and for each its own parameters with their indices."""
     names = {module: name for name, module in model.named_modules()}
     owners: dict[nn.Parameter, nn.Module] = {}
     owned: dict[nn.Module, dict[nn.Parameter, str]] = {module: {} for module in modules}
@@ -144,8 +139,7 @@ def _grouped_mm_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **_options: Any
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-_FORMULAS = {_compat.GROUPED_MM: _grouped_mm_flops}
-"""Operations that torch's counter does not know."""
+_FORMULAS = {_compat.GROUPED_MM: _grouped_mm_flops}  # operations that torch's counter does not know
 
 
 class _Meter(_compat.TorchDispatchMode):
@@ -212,9 +206,9 @@ class _UnitEvents:
         self.index = index
         self.num_calls = 0
         self._params, self._log, self._is_outer = params, log, is_outer
-        self._trained = sum(param.requires_grad for param in params)
-        self._has_frozen = self._trained < len(params)
-        self._grads_left, self._inputs_left, self._num_inputs = self._trained, 0, 0
+        self._grads_left = sum(param.requires_grad for param in params)
+        self._has_frozen = self._grads_left < len(params)
+        self._inputs_left = self._num_inputs = 0
         self._in_backward = self._has_ended = False
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:

@@ -29,8 +29,7 @@ from hpcfsdp.plan.traced_step import TracedStep, without_activations
 
 _HEAD_WIDTH = 128
 _WIDTH_STEP = 256
-_GATE_RATIO = 8 / 3
-"""Hidden units of the feed-forward network for each of the width, as most such models have."""
+_GATE_RATIO = 8 / 3  # hidden units of the feed-forward network for each of the width, as most such models have
 
 
 @dataclass(frozen=True)
@@ -199,10 +198,7 @@ def from_numbers(shape: DecoderShape, *, batch: int, sequence: int) -> ModelSour
 
 
 def from_run(path: str, ranks: int, ranks_per_node: int) -> tuple[ModelSource, RunConfig]:
-    """Return the GPT of ``hpcfsdp train``, with the batch that its configuration gives to each of so many ranks.
-
-    Raises UsageError where the file is no configuration, or cannot run on so many ranks.
-    """
+    """Return the GPT of ``hpcfsdp train``, with the batch that its configuration gives to each of so many ranks."""
     found = config.parse(RunConfig, [path], prog="hpcfsdp plan")
     check(found, ranks, -(-ranks // ranks_per_node))
     if found.mesh.tensor > 1:
@@ -263,8 +259,6 @@ def from_function(
     (`batch`, default 1, and `sequence`, default 4096) if it has an embedding, and only its parameters are planned
     otherwise. The loss is the output "loss" of the model, or the mean of the first floating-point tensor that it
     returns.
-
-    Raises UsageError where it raises an error, or returns something else, or inputs although their size is given.
     """
     made = _on_meta(function, name)
     inputs: Any = None
@@ -291,7 +285,10 @@ def from_function(
         module: nn.Module = again[0] if isinstance(again, tuple) else again
         return module
 
-    args, kwargs = _arguments(inputs)
+    inputs = apply_to_tensors(lambda tensor: tensor.to(META), inputs)
+    args, kwargs = (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
+    if isinstance(inputs, dict):
+        args, kwargs = (), inputs
     tokens = next(map(_tokens_of, tensors_in((args, kwargs))), 0)
     step = None if inputs is None else lambda model: _any_loss(model(*args, **kwargs))
     return ModelSource(name, make, step, tokens if step else 0, tuple(wrap), note)
@@ -378,13 +375,6 @@ def _tokens_of(tensor: torch.Tensor) -> int:
     """Return the tokens of a batch: of ids (batch, length), of embeddings (batch, length, width); otherwise samples."""
     is_sequence = (tensor.dim() == 2 and not tensor.is_floating_point()) or tensor.dim() == 3
     return tensor.shape[: 2 if is_sequence else 1].numel()
-
-
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    inputs = apply_to_tensors(lambda tensor: tensor.to(META), inputs)
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
 def _any_loss(output: Any) -> torch.Tensor:

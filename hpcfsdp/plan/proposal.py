@@ -22,11 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_LATENCY_SHARE = 0.5
-"""A larger unit would take hardly longer where latency is this part of the time of a gather."""
+_LATENCY_SHARE = 0.5  # a larger unit would take hardly longer where latency is this part of the time of a gather
 _EXPOSED_SHARE = 0.1
-_MEMORY_SHARE = 0.4
-"""The part of the peak that gathered units and their gradients may take."""
+_MEMORY_SHARE = 0.4  # the part of the peak that gathered units and their gradients may take
 _ROOT_FACTOR = 2
 
 

@@ -45,15 +45,11 @@ class PlannedUnit:
 class EventKind(Enum):
     """What an event is about."""
 
-    FORWARD = "forward"
-    """The forward of a unit begins."""
+    FORWARD = "forward"  # the forward of a unit begins
     FORWARD_END = "end of the forward"
-    BACKWARD = "backward"
-    """The first gradient reaches an output of a unit."""
-    GRADIENT = "gradient"
-    """A parameter of a unit has its gradient."""
-    BACKWARD_END = "end of the backward"
-    """All parameters and inputs of a unit have their gradients."""
+    BACKWARD = "backward"  # the first gradient reaches an output of a unit
+    GRADIENT = "gradient"  # a parameter of a unit has its gradient
+    BACKWARD_END = "end of the backward"  # all parameters and inputs of a unit have their gradients
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-SIZE_PX = 400, 250
-"""Width and height at which the text of a figure has its nominal size, for one column of a phone."""
+SIZE_PX = 400, 250  # width and height at which the text of a figure has its nominal size, for one column of a phone
 INK, MUTED, GRID = "#101112", "#606162", "#d0d1d2"
 COLOURS = ("#a0a001", "#a0a002", "#a0a003", "#a0a004", "#a0a005")
 """Placeholders: the page's style gives each its colour, another one in the dark. In order, from dark to light."""
@@ -34,24 +33,15 @@ _STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 11,
     "font.family": ["DejaVu Sans"],
-    "text.color": INK,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": INK,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow", "axes.unicode_minus"), True),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.unicode_minus": True,
     "grid.color": GRID,
     "grid.linewidth": 0.7,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
     "lines.linewidth": 1.5,
     "lines.solid_joinstyle": "round",
-    "legend.frameon": False,
     "legend.fontsize": 10.5,
     "legend.handlelength": 1.8,
     "legend.columnspacing": 1.2,

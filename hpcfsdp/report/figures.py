@@ -32,12 +32,9 @@ from hpcfsdp.text.terminal import readable_bytes, readable_count, readable_durat
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_OTHERS = 6
-"""Figures of numbers that only the run's own program knows."""
-MEDIANS = 60
-"""Points of a line of medians."""
-MOST_RANKS = 8
-"""Bars of ranks that were the slowest."""
+MOST_OTHERS = 6  # figures of numbers that only the run's own program knows
+MEDIANS = 60  # points of a line of medians
+MOST_RANKS = 8  # bars of ranks that were the slowest
 PARTS = ("parameters", "gradients", "optimizer", "gathered")
 
 
@@ -53,17 +50,13 @@ def figures_of(run: RunFolder) -> list[Figure]:
         return [figure for draw in draws for figure in draw(run, marks)]
 
 
-def _span(steps: np.ndarray) -> str:
-    return f"steps {int(steps[0])} to {int(steps[-1])}"
-
-
 def _summary(what: str, steps: np.ndarray, values: np.ndarray, words: Callable[[float], str] = readable_count) -> str:
     """Return a sentence for readers who do not see the curve."""
     low, high = int(np.argmin(values)), int(np.argmax(values))
     return (
-        f"{what} over {_span(steps)}: first {words(float(values[0]))}, last {words(float(values[-1]))}, lowest "
-        f"{words(float(values[low]))} in step {int(steps[low])}, highest {words(float(values[high]))} in step "
-        f"{int(steps[high])}."
+        f"{what} over steps {int(steps[0])} to {int(steps[-1])}: first {words(float(values[0]))}, last "
+        f"{words(float(values[-1]))}, lowest {words(float(values[low]))} in step {int(steps[low])}, highest "
+        f"{words(float(values[high]))} in step {int(steps[high])}."
     )
 
 
@@ -301,7 +294,8 @@ def _progress(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     value_axis(axes, from_zero=True)
     legend(figure, handles, labels)
     caption = "Steps over wall-clock time: gaps are waits in the queue, a line that begins lower repeats steps."
-    text = f"Progress over {readable_duration(span)}: {_span(steps)}, {len(run.events_of('start')) or 1} start(s)."
+    text = f"Progress over {readable_duration(span)}: steps {int(steps[0])} to {int(steps[-1])}, "
+    text += f"{len(run.events_of('start')) or 1} start(s)."
     yield write("progress", "Progress", caption, text, figure)
 
 

@@ -112,10 +112,8 @@ class Follower:
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-~=+*#"
-_LATEST = 10
-"""Steps over which rates are taken: a view of now."""
-_QUIET_S = 60.0
-"""Without a new step for so long, and for ten steps' time, a view shows the silence."""
+_LATEST = 10  # steps over which rates are taken: a view of now
+_QUIET_S = 60.0  # without a new step for so long, and for ten steps' time, a view shows the silence
 
 
 @dataclass(frozen=True)
@@ -202,20 +200,19 @@ def rows_of(view: View, width: int, blocks: str = BLOCKS) -> list[tuple[str, str
     if facts.loss is not None or not view.loss_is_finite:
         text = f"{facts.loss:.4g}" if view.loss_is_finite and facts.loss is not None else "not finite"
         found.append(("loss", f"{text:9} {sparkline(view.losses, width - 10, blocks)}"))
-    if facts.rate is not None:
-        use = f", {readable_share(facts.flop_utilisation)} of peak" if facts.flop_utilisation is not None else ""
-        found.append((facts.rate_unit, f"{readable_count(facts.rate)}{use}"))
-    if facts.step_s is not None:
-        waits = f", {readable_share(facts.comm_share)} waiting for others" if facts.comm_share is not None else ""
-        found.append(("a step", f"{readable_duration(facts.step_s)}{waits}"))
-    if view.straggler:
-        found.append(("slowest", view.straggler))
-    if facts.peak_bytes is not None:
-        found.append(("memory", f"{readable_bytes(facts.peak_bytes)}, the largest peak over ranks"))
-    if facts.last_checkpoint_step is not None:
-        age = "" if view.checkpoint_s is None else f", {readable_duration(view.checkpoint_s)} ago"
-        found.append(("checkpoint", f"step {facts.last_checkpoint_step:,}{age}"))
-    return found + [("warning", text) for text in view.warnings]
+    use = "" if facts.flop_utilisation is None else f", {readable_share(facts.flop_utilisation)} of peak"
+    waits = "" if facts.comm_share is None else f", {readable_share(facts.comm_share)} waiting for others"
+    age = "" if view.checkpoint_s is None else f", {readable_duration(view.checkpoint_s)} ago"
+    last, peak = facts.last_checkpoint_step, facts.peak_bytes
+    found += [
+        (facts.rate_unit, "" if facts.rate is None else f"{readable_count(facts.rate)}{use}"),
+        ("a step", "" if facts.step_s is None else f"{readable_duration(facts.step_s)}{waits}"),
+        ("slowest", view.straggler),
+        ("memory", "" if peak is None else f"{readable_bytes(peak)}, the largest peak over ranks"),
+        ("checkpoint", "" if last is None else f"step {last:,}{age}"),
+        *(("warning", text) for text in view.warnings),
+    ]
+    return [(label, text) for label, text in found if text or label == "warning"]
 
 
 def _status(view: View) -> str:
@@ -232,21 +229,16 @@ def line_of(view: View) -> str:
     """Return one line, for a log."""
     facts = view.summary
     total = f"/{facts.total_steps}" if facts.total_steps else ""
-    parts = [STATUS[facts.status], "" if facts.step is None else f"step {facts.step}{total}"]
-    if not view.loss_is_finite:
-        parts.append("loss not finite")
-    elif facts.loss is not None:
-        parts.append(f"loss {facts.loss:.4f}" if abs(facts.loss) >= 0.001 else f"loss {facts.loss:.4g}")
-    if facts.rate is not None:
-        parts.append(f"{facts.rate:.0f} {facts.rate_unit}")
-    if facts.comm_share is not None:
-        parts.append(f"waiting {readable_share(facts.comm_share)}")
-    if facts.peak_bytes is not None:
-        parts.append(f"memory {readable_bytes(facts.peak_bytes)}")
-    if facts.last_checkpoint_step is not None:
-        parts.append(f"checkpoint {facts.last_checkpoint_step}")
-    if facts.eta_s:
-        parts.append(f"{readable_duration(facts.eta_s)} to go")
-    if facts.message and view.has_ended:
-        parts.append(shown(facts.message))
+    loss = "" if facts.loss is None else f"loss {facts.loss:.4{'f' if abs(facts.loss) >= 0.001 else 'g'}}"
+    parts = [
+        STATUS[facts.status],
+        "" if facts.step is None else f"step {facts.step}{total}",
+        loss if view.loss_is_finite else "loss not finite",
+        "" if facts.rate is None else f"{facts.rate:.0f} {facts.rate_unit}",
+        "" if facts.comm_share is None else f"waiting {readable_share(facts.comm_share)}",
+        "" if facts.peak_bytes is None else f"memory {readable_bytes(facts.peak_bytes)}",
+        "" if facts.last_checkpoint_step is None else f"checkpoint {facts.last_checkpoint_step}",
+        f"{readable_duration(facts.eta_s)} to go" if facts.eta_s else "",
+        shown(facts.message) if facts.message and view.has_ended else "",
+    ]
     return ", ".join(filter(None, parts))

@@ -32,11 +32,9 @@ from hpcfsdp.text.terminal import (
     spans,
 )
 
-NEWEST = 10
-"""Checkpoints that are shown at once; the others can be opened."""
+NEWEST = 10  # checkpoints that are shown at once; the others can be opened
 MOST_ROWS = 400
-SAMPLES = 25
-"""Rows of the table of numbers by step."""
+SAMPLES = 25  # rows of the table of numbers by step
 SEVERITIES = {"bad": "Problem", "warning": "Warning", "note": "Note"}
 _HERE = Path(__file__).parent
 
@@ -55,66 +53,12 @@ class PageTable:
         return any(kind == "prose" for _, kind in self.columns)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """One fact of the page's head, with a remark below."""
-
-    name: str
-    value: str
-    more: str = ""
-
-
 def date_of(seconds: float) -> str:
     """Return a date without a time zone, UTC; "" where unknown."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
     except (ValueError, OverflowError, OSError):
         return ""
-
-
-def tiles_of(summary: Summary) -> list[Tile]:
-    """Return the facts of the head that are known."""
-    found = []
-    if summary.step is not None:
-        total = f"of {summary.total_steps:,}" if summary.total_steps else ""
-        left = f"{readable_duration(summary.eta_s)} to go" if summary.eta_s else ""
-        found.append(Tile("Step", f"{summary.step:,}", ", ".join(filter(None, (total, left)))))
-    if summary.loss is not None:
-        lowest = f"lowest {summary.best_loss:.4g} in step {summary.best_loss_step:,}"
-        found.append(Tile("Loss", f"{summary.loss:.4g}", lowest))
-    if summary.held_out and "bits_per_byte" in summary.held_out:
-        base = summary.held_out.get("unigram_bits_per_byte")
-        found.append(
-            Tile(
-                "Held-out",
-                f"{summary.held_out['bits_per_byte']:.3f}",
-                "bits per byte" + (f"; unigrams {base:.3f}" if base else ""),
-            )
-        )
-    if summary.rate is not None:
-        use = summary.flop_utilisation
-        more = summary.rate_unit + (f", {readable_share(use)} of peak" if use else "")
-        found.append(Tile("Throughput", readable_count(summary.rate), more))
-    if summary.step_s is not None:
-        share = summary.comm_share
-        waits = f"{readable_share(share)} waiting" if share is not None else ""
-        found.append(Tile("Time of a step", readable_duration(summary.step_s), waits))
-    if summary.peak_bytes is not None:
-        found.append(Tile("Peak memory", readable_bytes(summary.peak_bytes), "largest rank"))
-    if summary.wall_s or summary.trained_s:
-        trained = f"{readable_duration(summary.trained_s)} in steps" if summary.trained_s else ""
-        whole = summary.wall_s or summary.trained_s or 0.0
-        found.append(Tile("Time", readable_duration(whole), trained if summary.wall_s else "in steps"))
-    if summary.world_size:
-        nodes = counted(summary.num_nodes, "node") if summary.num_nodes else ""
-        where = ", ".join(filter(None, (nodes, summary.device)))
-        found.append(Tile("Ranks", f"{summary.world_size:,}", where))
-    if summary.parameters:
-        found.append(Tile("Parameters", readable_count(summary.parameters)))
-    last = summary.last_checkpoint_step
-    found.append(Tile("Checkpoints", f"{summary.checkpoints:,}", "" if last is None else f"last in step {last:,}"))
-    found.append(Tile("Starts", f"{summary.starts:,}", counted(summary.signals, "signal") if summary.signals else ""))
-    return found
 
 
 def start_table(run: RunFolder) -> PageTable:
@@ -272,6 +216,8 @@ def page_of(run: RunFolder, summary: Summary, problems: Sequence[Problem]) -> st
         trim_blocks=True,
     )
     templates.filters["printable"] = printable
+    templates.globals.update(date_of=date_of, size=readable_bytes, number=readable_count, counted=counted)
+    templates.globals.update(duration=readable_duration, share=readable_share)
     checkpoints, older = checkpoint_tables(run)
     sources = " and ".join(f"{tally.sound:,} lines of {name}" for name, tally in run.tallies.items() if tally.sound)
     done, total = summary.step, summary.total_steps
@@ -283,9 +229,7 @@ def page_of(run: RunFolder, summary: Summary, problems: Sequence[Problem]) -> st
         name=shown(os.path.basename(os.path.abspath(run.folder)) or run.folder),
         status_text=STATUS[summary.status],
         place=os.path.abspath(run.folder),
-        date_of=date_of,
         progress=None if done is None or not total else round(100 * min(done / total, 1)),
-        tiles=tiles_of(summary),
         problems=problems,
         severities=SEVERITIES,
         figures=[replace(one, svg=Markup(one.svg)) for one in figures_of(run)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -15,12 +16,9 @@ from hpcfsdp.report.series import Series
 from hpcfsdp.report.summary import Summary, rate_column, save_interval, segments
 from hpcfsdp.text.terminal import counted, readable_bytes, readable_count, readable_duration, readable_share
 
-WINDOW = 200
-"""Steps that count as recent."""
-FEW = 20
-"""With fewer steps there is no finding about trends, or about a slow rank."""
-FIRST_STEPS = 5
-"""Steps in which libraries load and memory fills: they count for no trend."""
+WINDOW = 200  # steps that count as recent
+FEW = 20  # with fewer steps there is no finding about trends, or about a slow rank
+FIRST_STEPS = 5  # steps in which libraries load and memory fills: they count for no trend
 HIGH_COMM_SHARE = 0.3
 HIGH_MEMORY_SHARE = 0.92
 STRAGGLES_OFTEN = 0.5
@@ -28,19 +26,22 @@ FAR_BEHIND = 0.05
 SLOWER = 0.8
 LONG_HELD = 0.05
 
-ORDER = ("bad", "warning", "note")
+ORDER = ("bad", "warning", "note")  # severities: results are wrong, or work is lost; slow, or at risk; good to know
 
 
 @dataclass(frozen=True)
 class Problem:
     """A finding."""
 
-    severity: str  # "bad": results are wrong, or work is lost; "warning": slow or at risk; "note": good to know
+    severity: str  # one of ``ORDER``
     topic: str  # one word for programs
     title: str  # one short sentence
     text: str  # what was found, with numbers
     remedy: str = ""  # what to do, or ""
     page: str = ""  # of the documentation, in docs/; "" without one
+
+
+_bad, _warning, _note = (functools.partial(Problem, severity) for severity in ORDER)
 
 
 def problems_of(run: RunFolder, summary: Summary) -> list[Problem]:
@@ -61,49 +62,31 @@ def problems_of(run: RunFolder, summary: Summary) -> list[Problem]:
 
 def _ends(run: RunFolder, summary: Summary) -> Iterator[Problem]:
     if summary.status == "failed":
-        yield Problem(
-            "bad",
-            "failed",
-            "The run ended with an error.",
-            summary.message or "The run left no message.",
-            "Look up the message in the reference. The traceback of each rank is in the output of the job, and in "
-            "logs/ of hpcfsdp train.",
-            "reference/errors.md",
-        )
+        text = summary.message or "The run left no message."
+        remedy = "Look up the message in the reference. The traceback of each rank is in the output of the job, and in "
+        remedy += "logs/ of hpcfsdp train."
+        yield _bad("failed", "The run ended with an error.", text, remedy, "reference/errors.md")
     elif summary.status == "hung":
-        yield Problem(
-            "bad",
-            "hung",
-            "The run hung: ranks waited for each other without an end.",
-            summary.message,
-            "The report below names the rank that did not come, and its line.",
-            "how-to/hangs.md",
-        )
+        title = "The run hung: ranks waited for each other without an end."
+        remedy = "The report below names the rank that did not come, and its line."
+        yield _bad("hung", title, summary.message, remedy, "how-to/hangs.md")
     elif summary.status == "ended" and run.events_of("start"):
-        yield Problem(
-            "warning",
-            "ended",
-            "The run has ended without a record of the cause.",
-            "It does not run any more, and has recorded no end: it was killed (SIGKILL, out of memory, the end of the "
-            "job), a node has failed, or a rank has ended outside of the observed run.",
-            "Look at the end of the job's own output, and start the same command again: it resumes from the last "
-            "checkpoint.",
-            "reference/exit-codes.md",
-        )
+        text = "It does not run any more, and has recorded no end: it was killed (SIGKILL, out of memory, the end of "
+        text += "the job), a node has failed, or a rank has ended outside of the observed run."
+        remedy = "Look at the end of the job's own output, and start the same command again: it resumes from the last "
+        remedy += "checkpoint."
+        title = "The run has ended without a record of the cause."
+        yield _warning("ended", title, text, remedy, "reference/exit-codes.md")
 
 
 def _loss(series: Series) -> Iterator[Problem]:
     if len(series.not_finite):
         count, first = len(series.not_finite), int(series.not_finite[0])
-        yield Problem(
-            "bad",
-            "not_finite",
-            f"The loss was not finite from step {first} on." if series.ends_not_finite else "The loss was not finite.",
-            f"NaN or infinite in {count} of {len(series)} steps, first in step {first}.",
-            "Resume from a checkpoint before that step with a lower learning rate, a longer warm-up, or clipped "
-            "gradients. hpcfsdp stats FILE finds the tensors that are not finite.",
-            "how-to/looking-into-files.md",
-        )
+        title = f"The loss was not finite{f' from step {first} on' if series.ends_not_finite else ''}."
+        text = f"NaN or infinite in {count} of {len(series)} steps, first in step {first}."
+        remedy = "Resume from a checkpoint before that step with a lower learning rate, a longer warm-up, or clipped "
+        remedy += "gradients. hpcfsdp stats FILE finds the tensors that are not finite."
+        yield _bad("not_finite", title, text, remedy, "how-to/looking-into-files.md")
     steps, losses = series.points("loss")
     if len(losses) < 4 * FEW or series.ends_not_finite:
         return
@@ -113,14 +96,10 @@ def _loss(series: Series) -> Iterator[Problem]:
     lowest = int(np.argmin(medians))
     rise = medians[-1] - medians[lowest]
     if rise > 0.25 * abs(medians[lowest]) and rise > 6 * max(spreads[lowest], spreads[-1]):
-        yield Problem(
-            "bad",
-            "diverged",
-            "The loss has risen.",
-            f"From {medians[lowest]:.4g} around step {int(steps[windows[lowest][0]])} to {medians[-1]:.4g} now "
-            "(medians).",
-            "Lower the learning rate, or resume from a checkpoint before the rise with other data.",
-        )
+        since = int(steps[windows[lowest][0]])
+        text = f"From {medians[lowest]:.4g} around step {since} to {medians[-1]:.4g} now (medians)."
+        remedy = "Lower the learning rate, or resume from a checkpoint before the rise with other data."
+        yield _bad("diverged", "The loss has risen.", text, remedy)
 
 
 def _checkpoints(run: RunFolder, summary: Summary) -> Iterator[Problem]:
@@ -128,52 +107,31 @@ def _checkpoints(run: RunFolder, summary: Summary) -> Iterator[Problem]:
     damaged = [one for one in present if one.fault]
     if damaged:
         newest = damaged[-1] is present[-1]
-        yield Problem(
-            "bad" if newest else "warning",
-            "damaged_checkpoint",
-            f"{len(damaged)} checkpoint(s) cannot be loaded{', also the newest one' if newest else ''}.",
-            damaged[-1].fault,
-            "hpcfsdp verify RUN_DIR lists all faults; resume from an older file.",
-            "how-to/checkpoints.md",
-        )
+        title = f"{len(damaged)} checkpoint(s) cannot be loaded{', also the newest one' if newest else ''}."
+        remedy = "hpcfsdp verify RUN_DIR lists all faults; resume from an older file."
+        found = _bad if newest else _warning
+        yield found("damaged_checkpoint", title, damaged[-1].fault, remedy, "how-to/checkpoints.md")
     step, last = summary.step, summary.last_checkpoint_step
     if step and last is None:
-        yield Problem(
-            "warning",
-            "no_checkpoint",
-            "There is no checkpoint.",
-            f"After {step} steps nothing has been saved: whatever ends the run loses them.",
-            "Set checkpoint.every; or in your own loop call hpcfsdp.checkpoint.save.",
-            "how-to/checkpoints.md",
-        )
+        text = f"After {step} steps nothing has been saved: whatever ends the run loses them."
+        remedy = "Set checkpoint.every; or in your own loop call hpcfsdp.checkpoint.save."
+        yield _warning("no_checkpoint", "There is no checkpoint.", text, remedy, "how-to/checkpoints.md")
     elif run.checkpoints and not present:
-        yield Problem(
-            "note",
-            "gone_checkpoints",
-            "No checkpoint of this run is where it was written.",
-            f"The newest was {run.checkpoints[-1].path}.",
-            "If the folder was copied without them, all is well; to resume, the run needs its newest file.",
-        )
+        title = "No checkpoint of this run is where it was written."
+        text = f"The newest was {run.checkpoints[-1].path}."
+        remedy = "If the folder was copied without them, all is well; to resume, the run needs its newest file."
+        yield _note("gone_checkpoints", title, text, remedy)
     usual = save_interval(run)
     if step and last is not None and usual and step - last > 2 * usual:
-        yield Problem(
-            "warning",
-            "late_checkpoint",
-            f"No checkpoint since step {last}.",
-            f"{step - last} steps are not saved; before, there was one every {usual} steps.",
-            "Look for errors of the file system in the log.",
-            "how-to/file-systems.md",
-        )
+        text = f"{step - last} steps are not saved; before, there was one every {usual} steps."
+        remedy = "Look for errors of the file system in the log."
+        yield _warning("late_checkpoint", f"No checkpoint since step {last}.", text, remedy, "how-to/file-systems.md")
     held = sum(one.held_s or 0.0 for one in run.checkpoints)
     if summary.trained_s and held > LONG_HELD * (held + summary.trained_s):
-        yield Problem(
-            "warning",
-            "held",
-            f"Checkpoints hold up training for {readable_share(held / (held + summary.trained_s))} of the time.",
-            f"{readable_duration(held)} in all, for {len(run.checkpoints)} checkpoints.",
-            "Save less often, or while training goes on: checkpoint.asynchronous true.",
-            "how-to/checkpoints.md",
-        )
+        title = f"Checkpoints hold up training for {readable_share(held / (held + summary.trained_s))} of the time."
+        text = f"{readable_duration(held)} in all, for {len(run.checkpoints)} checkpoints."
+        remedy = "Save less often, or while training goes on: checkpoint.asynchronous true."
+        yield _warning("held", title, text, remedy, "how-to/checkpoints.md")
 
 
 def _memory(run: RunFolder) -> Iterator[Problem]:
@@ -181,32 +139,24 @@ def _memory(run: RunFolder) -> Iterator[Problem]:
     steps, peaks = series.points("memory.peak_bytes")
     _, capacities = series.points("memory.capacity_bytes")
     if len(peaks) and len(capacities) and peaks.max() > HIGH_MEMORY_SHARE * capacities[-1]:
-        place = int(np.argmax(peaks))
-        rank = series.column("memory.peak_rank")[np.searchsorted(series.steps, steps[place])]
-        whose = f" on rank {int(rank)}" if math.isfinite(rank) else ""
-        yield Problem(
-            "warning",
-            "memory",
-            f"Memory was {readable_share(float(peaks[place] / capacities[-1]))} full.",
-            f"{readable_bytes(float(peaks[place]))} of {readable_bytes(float(capacities[-1]))} in step "
-            f"{int(steps[place])}{whose}: a longer sequence may not fit.",
-            "Use more ranks, a smaller batch, activation checkpointing, or CPU offload.",
-            "how-to/sharding.md",
-        )
+        place, whole = int(np.argmax(peaks)), float(capacities[-1])
+        peak, step = float(peaks[place]), int(steps[place])
+        rank = series.column("memory.peak_rank")[np.searchsorted(series.steps, step)]
+        text = f"{readable_bytes(peak)} of {readable_bytes(whole)} in step {step}"
+        text += f"{f' on rank {int(rank)}' if math.isfinite(rank) else ''}: a longer sequence may not fit."
+        remedy = "Use more ranks, a smaller batch, activation checkpointing, or CPU offload."
+        title = f"Memory was {readable_share(peak / whole)} full."
+        yield _warning("memory", title, text, remedy, "how-to/sharding.md")
     later = peaks[FIRST_STEPS:]
     if len(later) >= 4 * FEW:
         quarters = [float(np.median(part)) for part in np.array_split(later, 4)]
         grows = all(after > 1.01 * before for before, after in itertools.pairwise(quarters))
         if grows and quarters[3] > 1.1 * quarters[0]:
-            yield Problem(
-                "warning",
-                "memory_grows",
-                "Memory grows from step to step.",
-                f"The peak rose from {readable_bytes(quarters[0])} to {readable_bytes(quarters[3])} (medians of the "
-                "first and the last quarter).",
-                "Something keeps tensors of earlier steps: losses that are summed without .item() or .detach(), or "
-                "outputs in a list.",
-            )
+            text = f"The peak rose from {readable_bytes(quarters[0])} to {readable_bytes(quarters[3])} (medians of the "
+            text += "first and the last quarter)."
+            remedy = "Something keeps tensors of earlier steps: losses that are summed without .item() or .detach(), "
+            remedy += "or outputs in a list."
+            yield _warning("memory_grows", "Memory grows from step to step.", text, remedy)
 
 
 def _stragglers(series: Series, summary: Summary) -> Iterator[Problem]:
@@ -234,33 +184,24 @@ def _stragglers(series: Series, summary: Summary) -> Iterator[Problem]:
         who, often = f"A rank on {host}", times / len(known)
         share = lateness(known[[one == host for one in hosts]])
     if often > enough and share > FAR_BEHIND:
-        yield Problem(
-            "warning",
-            "straggler",
-            f"{who} holds up the others.",
-            f"It was the slowest in {readable_share(often)} of the last {len(known)} steps, and computed "
-            f"{readable_share(share)} longer than the mean of all ranks: all others wait for it.",
-            "If it has no more work than the others (longer batches, data that loads slowly), look at the node: other "
-            "processes, heat, a slow device. hpcfsdp doctor measures each rank; SLURM leaves a node out with "
-            f"--exclude={host or 'NODE'}.",
-            "how-to/report.md",
-        )
+        text = f"It was the slowest in {readable_share(often)} of the last {len(known)} steps, and computed "
+        text += f"{readable_share(share)} longer than the mean of all ranks: all others wait for it."
+        remedy = "If it has no more work than the others (longer batches, data that loads slowly), look at the node: "
+        remedy += "other processes, heat, a slow device. hpcfsdp doctor measures each rank; SLURM leaves a node out "
+        remedy += f"with --exclude={host or 'NODE'}."
+        yield _warning("straggler", f"{who} holds up the others.", text, remedy, "how-to/report.md")
 
 
 def _communication(series: Series) -> Iterator[Problem]:
     _, shares = series.points("comm_share")
     recent = shares[FIRST_STEPS:][-WINDOW:]
     if len(recent) >= FEW and float(np.median(recent)) > HIGH_COMM_SHARE:
-        yield Problem(
-            "warning",
-            "communication",
-            f"Ranks wait for communication in {readable_share(float(np.median(recent)))} of a step.",
-            f"Median of the last {len(recent)} steps. Waiting for a rank that is slow counts, too: see the spread over "
-            "ranks.",
-            "A larger batch on each rank, gradient accumulation, sharding within nodes only (HYBRID_SHARD), or the "
-            "right network interface.",
-            "how-to/networks.md",
-        )
+        title = f"Ranks wait for communication in {readable_share(float(np.median(recent)))} of a step."
+        text = f"Median of the last {len(recent)} steps. Waiting for a rank that is slow counts, too: see the spread "
+        text += "over ranks."
+        remedy = "A larger batch on each rank, gradient accumulation, sharding within nodes only (HYBRID_SHARD), or "
+        remedy += "the right network interface."
+        yield _warning("communication", title, text, remedy, "how-to/networks.md")
 
 
 def _slowdown(series: Series) -> Iterator[Problem]:
@@ -275,15 +216,11 @@ def _slowdown(series: Series) -> Iterator[Problem]:
     medians = [float(np.median(rates[window])) for window in windows]
     best = int(np.argmax(medians))
     if medians[-1] < SLOWER * medians[best]:
-        yield Problem(
-            "warning",
-            "slower",
-            "Training has become slower.",
-            f"From {readable_count(medians[best])} {unit} around step {int(steps[windows[best][0]])} to "
-            f"{readable_count(medians[-1])} {unit} now (medians).",
-            "Compare the spread over ranks and the communication share before and after; look for a change of node, "
-            "of sequence length, or a file system that is busy.",
-        )
+        text = f"From {readable_count(medians[best])} {unit} around step {int(steps[windows[best][0]])} to "
+        text += f"{readable_count(medians[-1])} {unit} now (medians)."
+        remedy = "Compare the spread over ranks and the communication share before and after; look for a change of "
+        remedy += "node, of sequence length, or a file system that is busy."
+        yield _warning("slower", "Training has become slower.", text, remedy)
 
 
 def _restarts(run: RunFolder) -> Iterator[Problem]:
@@ -300,14 +237,10 @@ def _restarts(run: RunFolder) -> Iterator[Problem]:
     text += f"; it had ended with an error {_times(errors)}" if errors else ""
     text += f"; it had been killed, or its node had failed, {_times(silent)}" if silent else ""
     text += f"; {counted(lost, 'step')} had to be trained again" if lost else ""
-    yield Problem(
-        "warning" if errors or silent else "note",
-        "restarts",
-        f"The run was restarted {_times(len(parts) - 1)}.",
-        f"{text}." if errors or silent or lost else "Each time it went on where it had stopped.",
-        "A checkpoint more often loses fewer steps." if lost else "",
-        "how-to/preemption.md",
-    )
+    text = f"{text}." if errors or silent or lost else "Each time it went on where it had stopped."
+    title, remedy = f"The run was restarted {_times(len(parts) - 1)}.", "A checkpoint more often loses fewer steps."
+    found = _warning if errors or silent else _note
+    yield found("restarts", title, text, remedy if lost else "", "how-to/preemption.md")
 
 
 def _times(count: int) -> str:
@@ -317,21 +250,12 @@ def _times(count: int) -> str:
 def _logs_and_files(run: RunFolder) -> Iterator[Problem]:
     errors = run.notes.counts.get("ERROR", 0) + run.notes.counts.get("CRITICAL", 0)
     if errors:
-        yield Problem(
-            "warning",
-            "errors",
-            f"Ranks have logged {counted(errors, 'error')}.",
-            "The latest are listed under warnings and errors.",
-            page="reference/errors.md",
-        )
+        text = "The latest are listed under warnings and errors."
+        yield _warning("errors", f"Ranks have logged {counted(errors, 'error')}.", text, page="reference/errors.md")
     for name, tally in run.tallies.items():
         if tally.damaged:
-            yield Problem(
-                "warning",
-                "damaged_lines",
-                f"{name}: {counted(tally.damaged, 'damaged line')}.",
-                f"They are left out; the first one is line {tally.first_damaged}. {tally.sound} others are sound.",
-                "A full disk or a node that failed cuts lines; two trainings in one folder mix them.",
-            )
+            text = f"They are left out; the first one is line {tally.first_damaged}. {tally.sound} others are sound."
+            remedy = "A full disk or a node that failed cuts lines; two trainings in one folder mix them."
+            yield _warning("damaged_lines", f"{name}: {counted(tally.damaged, 'damaged line')}.", text, remedy)
     for failure in run.unreadable:
-        yield Problem("warning", "unreadable", "A part of the folder cannot be read.", f"{failure}.")
+        yield _warning("unreadable", "A part of the folder cannot be read.", f"{failure}.")

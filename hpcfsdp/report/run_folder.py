@@ -27,10 +27,8 @@ from hpcfsdp.text import json_input, safe_files
 from hpcfsdp.text.json_input import Tally, number, records, seconds_of, step_of, text
 
 METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "config.yaml"
-MOST_OPENED = 10
-"""How many of the newest checkpoints are opened for their facts."""
-LAST_BYTES = 1 << 20
-"""How much of the end of each rank's log is read."""
+MOST_OPENED = 10  # how many of the newest checkpoints are opened for their facts
+LAST_BYTES = 1 << 20  # how much of the end of each rank's log is read
 MOST_FILES = 512
 MOST_NOTES = 40
 LEVELS = ("CRITICAL", "ERROR", "WARNING")
@@ -93,7 +91,14 @@ def find_checkpoints(folder: Path, events: Iterable[RunEvent]) -> tuple[SavedChe
     ordered = sorted(found.values(), key=lambda one: (one.step, 0.0 if math.isnan(one.seconds) else one.seconds))
     present = [place for place, one in enumerate(ordered) if one.present]
     for place in present[-MOST_OPENED:]:
-        ordered[place] = _opened(ordered[place], folder)
+        one = ordered[place]
+        try:
+            info = open_index(_where(folder, one.path)).info
+        except CheckpointError as error:
+            ordered[place] = replace(one, fault=str(error))
+            continue
+        written = seconds_of(info.date) if math.isnan(one.seconds) else one.seconds
+        ordered[place] = replace(one, world_size=info.world_size, seconds=written)
     return tuple(ordered)
 
 
@@ -123,15 +128,6 @@ def _where(folder: Path, path: str) -> Path:
     """Return the file itself, or that of its name in the run's folder, which may have been copied."""
     here = folder / "checkpoints" / os.path.basename(path)
     return Path(path) if os.path.isfile(path) or not here.is_file() else here
-
-
-def _opened(one: SavedCheckpoint, folder: Path) -> SavedCheckpoint:
-    try:
-        info = open_index(_where(folder, one.path)).info
-    except CheckpointError as error:
-        return replace(one, fault=str(error))
-    written = seconds_of(info.date)
-    return replace(one, world_size=info.world_size, seconds=written if math.isnan(one.seconds) else one.seconds)
 
 
 @dataclass

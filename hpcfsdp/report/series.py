@@ -11,16 +11,14 @@ import numpy as np
 
 from hpcfsdp.text.json_input import number, seconds_of, step_of, text
 
-NESTED = ("memory", "straggler")
-"""Objects in a record, whose numbers become columns: "memory.peak_bytes"."""
+NESTED = ("memory", "straggler")  # objects in a record, whose numbers become columns: "memory.peak_bytes"
 KNOWN = frozenset(
     "loss grad_norm lr seconds tokens tokens_per_s bytes_per_s flop_utilisation comm_share comm_share_max busy_s_mean "
     "busy_s_max restart straggler.rank straggler.behind_s memory.now_bytes memory.peak_bytes memory.peak_rank "
     "memory.parameters_bytes memory.gradients_bytes memory.optimizer_bytes memory.gathered_bytes "
     "memory.capacity_bytes".split()
 )
-MOST_OTHERS = 40
-"""Columns beside the known ones."""
+MOST_OTHERS = 40  # columns beside the known ones
 
 
 @dataclass(frozen=True)
@@ -136,15 +134,11 @@ class SeriesBuilder:
         )
 
 
-BINS = 300
-"""A picture is about as many pixels wide."""
+BINS = 300  # a picture is about as many pixels wide
 
 
 def thinned(steps: np.ndarray, values: np.ndarray, bins: int = BINS) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most two points of each bin, the lowest and the highest, in the order of steps; all of a short curve.
-
-    `values` are finite.
-    """
+    """Return the lowest and the highest point of each bin, in the order of steps; all of a short curve."""
     if len(steps) <= 2 * bins:
         return steps, values
     kept = []

@@ -15,8 +15,7 @@ from hpcfsdp.report.run_folder import RunEvent, RunFolder, total_steps
 from hpcfsdp.report.series import Series
 from hpcfsdp.text.json_input import number
 
-RECENT = 50
-"""Steps over which rates are taken: their median."""
+RECENT = 50  # steps over which rates are taken: their median
 
 STATUS = {name: name for name in ("running", "complete", "stopped", "failed", "hung")} | {"ended": "not running"}
 

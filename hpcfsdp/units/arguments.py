@@ -220,8 +220,8 @@ def choose_units(root: nn.Module, policy: Any, ignored: Ignored = NOTHING_IGNORE
     Returns:
         Each module with the constructor arguments that the policy gives it.
     """
-    if _compat.is_policy_object(policy):
-        wanted = _compat.run_wrap_policy(policy, root, set(ignored.modules))
+    wanted = _compat.run_wrap_policy(policy, root, set(ignored.modules))
+    if wanted is not None:
         order = [module for module in _post_order(root) if module in wanted and _has_parameters(module, ignored)]
         return {module: wanted[module] for module in order if module is not root}
     if not callable(policy):

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from hypothesis import example, given, settings, strategies as st
 
-from hpcfsdp.config import known_keys, parse, to_dict, write_yaml
+from hpcfsdp.config import known_keys, parse, write_yaml
 from hpcfsdp.errors import UsageError, nearest
 
 
@@ -309,8 +309,9 @@ def test_known_keys_are_sections_and_their_keys():
     ]
 
 
-def test_to_dict_is_nested_and_plain():
-    assert to_dict(Config(data=Data(paths=["a"]))) == {
+def test_a_written_file_is_nested_and_plain(tmp_path):
+    write_yaml(Config(data=Data(paths=["a"])), tmp_path / "config.yaml")
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {
         "name": "run",
         "seed": 0,
         "optim": {"rate": 0.5, "steps": 10, "fused": False},
@@ -336,7 +337,7 @@ configs = st.builds(
 def test_a_written_file_reads_back_as_it_was(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("config") / "config.yaml"
     write_yaml(config, path)
-    assert yaml.safe_load(path.read_text()) == to_dict(config)
+    assert yaml.safe_load(path.read_text()) == dataclasses.asdict(config)
     assert read(str(path), environ={}) == config
 
 

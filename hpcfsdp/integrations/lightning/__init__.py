@@ -8,9 +8,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from hpcfsdp.integrations.lightning.checkpoint_file import ModelCheckpoint
-from hpcfsdp.integrations.lightning.environment import MPIClusterEnvironment
 from hpcfsdp.integrations.lightning.fabric import HpcfsdpFabricStrategy
 from hpcfsdp.integrations.lightning.requeue import Requeue
-from hpcfsdp.integrations.lightning.strategy import HpcfsdpStrategy
+from hpcfsdp.integrations.lightning.strategy import HpcfsdpStrategy, MPIClusterEnvironment
 
 __all__ = ["HpcfsdpFabricStrategy", "HpcfsdpStrategy", "MPIClusterEnvironment", "ModelCheckpoint", "Requeue"]

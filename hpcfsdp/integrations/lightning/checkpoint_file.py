@@ -23,8 +23,7 @@ Path = str | os.PathLike[str]
 TYPES = "lightning_types"
 """In `extra` of a file, next to Lightning's own entries: where tuples, tensors and bytes are in these."""
 VERSION = "pytorch-lightning_version"
-_IN_FILE = ("state_dict", "optimizer_states")
-"""What Lightning has in its dict, and the file in tensors of their own."""
+_IN_FILE = ("state_dict", "optimizer_states")  # what Lightning has in its dict, and the file in tensors of their own
 
 
 class ModelCheckpoint(LightningModelCheckpoint):
@@ -34,11 +33,7 @@ class ModelCheckpoint(LightningModelCheckpoint):
 
 
 class JoinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one, to save and load their state. It shares their groups, and cannot step.
-
-    Raises:
-        CheckpointError: two of them step the same parameter.
-    """
+    """Several optimizers as one, to save and load their state. It shares their groups, and cannot step."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # Not super's: groups and state are those of the optimizers.
@@ -69,15 +64,9 @@ def save(
     optimizers: Sequence[torch.optim.Optimizer],
     step: int,
 ) -> None:
-    """Write one file with model, optimizers, and what else Lightning keeps. Collective over all ranks.
+    """Write one file with model, optimizers, and what else Lightning keeps. Collective over all ranks, those of `comm`.
 
-    Args:
-        path: rank 0's counts.
-        others: rank 0's are kept.
-        comm: over all ranks.
-
-    Raises:
-        CheckpointError: a value is none that a file without pickle can hold, or the file cannot be written.
+    Rank 0's `path` counts, and its `others`.
     """
     with raise_together(comm):
         joined = JoinedOptimizer(optimizers) if optimizers else None
@@ -86,9 +75,7 @@ def save(
 
 
 def others_in(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``Trainer.dump_checkpoint`` gives beside states of model and optimizers, which hooks must leave
-    empty.
-    """
+    """Return what ``Trainer.dump_checkpoint`` gives beside states of model and optimizers; hooks must leave these."""
     if any(found["state_dict"]) or any(found.get("optimizer_states", ())):
         raise CheckpointError(
             "a hook has put values into checkpoint['state_dict'] or ['optimizer_states'], which the file does not "
@@ -120,15 +107,8 @@ def load(
 ) -> dict[str, Any]:
     """Load model and optimizers from a file, and return the rest of Lightning's dict. Collective over all ranks.
 
-    Args:
-        path: rank 0's counts.
-        optimizers: None to leave them as they are.
-        strict: as ``checkpoint.load`` takes it.
-        is_fit: of a Trainer, which needs more than model and optimizers.
-
-    Raises:
-        CheckpointMismatchError: the file belongs to another model, or cannot resume a fit.
-        CheckpointCorruptError: it is damaged, or no HDF5 file.
+    Rank 0's `path` counts. Without `optimizers` these stay as they are. The fit of a Trainer needs more than both:
+    `is_fit` raises CheckpointMismatchError for a file that cannot resume it.
     """
     path = comm.broadcast_object(os.fspath(path))
     joined = JoinedOptimizer(optimizers) if optimizers else None
@@ -142,10 +122,6 @@ def load(
         raise _explained(path, error) from error
     if joined is not None:
         joined.spread()
-    return _restored(extra)
-
-
-def _restored(extra: Mapping[str, Any]) -> dict[str, Any]:
     if TYPES not in extra:  # no Trainer with this strategy wrote it: it is imported, or of hpcfsdp.checkpoint.save
         others = {key: value for key, value in extra.items() if key not in _IN_FILE and (key != "loops" or value)}
         return {VERSION: pl.__version__, **_with_tensors(others)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class HpcfsdpFabricStrategy(ShardingOverMpi, ParallelStrategy):
     _num_nodes = ShardingOverMpi.num_nodes
     _set_world_ranks = ShardingOverMpi.set_world_ranks
     all_reduce = ShardingOverMpi.reduce
+    module_to_device = ShardingOverMpi.do_nothing
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -37,15 +38,11 @@ class HpcfsdpFabricStrategy(ShardingOverMpi, ParallelStrategy):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         return module.no_sync() if enabled else contextlib.nullcontext()
 
-    def module_to_device(self, module: nn.Module) -> None:
-        """Do nothing: the units move their parameters."""
-
-    def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Return a context to build a model in: on the CPU, or on the meta device, where it takes no memory."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.device("meta" if empty_init else "cpu"))
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+        with torch.device("meta" if empty_init else "cpu"), self.precision.module_init_context():
+            yield
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a model. Collective over all ranks. Optimizers of its parameters stay valid."""
@@ -74,12 +71,7 @@ class HpcfsdpFabricStrategy(ShardingOverMpi, ParallelStrategy):
     def save_checkpoint(
         self, path: Any, state: Mapping[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Write one HDF5 file with the models, optimizers and other values of `state`. Collective over all ranks.
-
-        Raises:
-            UsageError: there is no model in it, or an option that cannot be had.
-            CheckpointError: a value is none that a file without pickle can hold, or the file cannot be written.
-        """
+        """Write one HDF5 file with the models, optimizers and other values of `state`. Collective over all ranks."""
         if storage_options is not None or filter:
             raise UsageError("fabric.save(filter=...) is not supported: use hpcfsdp.checkpoint.save(names=[...])")
         model, optimizers, others = _sorted_out(state)
@@ -90,12 +82,7 @@ class HpcfsdpFabricStrategy(ShardingOverMpi, ParallelStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file into the objects of `state`, or a model, and return what is left. Collective over all ranks.
-
-        Raises:
-            UsageError: there is no model in `state`.
-            CheckpointMismatchError: the file belongs to another state.
-        """
+        """Load a file into the objects of `state`, or a model, and return what is left. Collective over all ranks."""
         model, optimizers, others = _sorted_out({"model": state} if isinstance(state, nn.Module) else state)
         found = checkpoint_file.load(path, self.world.host, model, optimizers, strict, is_fit=False)
         for key, each in others.items():

@@ -22,14 +22,8 @@ class Requeue(Callback):
     """When a signal arrives or the job ends soon: saves ``requeue.h5``, and leaves with 75, "run me again".
 
     From its construction on USR1, USR2 and TERM end no rank: the training step that is running is finished first.
-
-    Args:
-        folder: of the file, and of other checkpoints to resume from.
-        before_end_s: as ``hpcfsdp.preemption`` takes it.
-
-    Raises:
-        LaunchError: this is not the main thread.
-        UsageError: `before_end_s` is negative.
+    `folder` is that of the file, and of other checkpoints to resume from; `before_end_s` is as ``hpcfsdp.preemption``
+    takes it. Raises LaunchError outside of the main thread, and UsageError if `before_end_s` is negative.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, before_end_s: float | None = None) -> None:
@@ -39,20 +33,14 @@ class Requeue(Callback):
         self._step = -1
 
     def resume_path(self) -> str | None:
-        """Return the file in the folder with the most steps that ``fit`` can resume. Collective over all processes of
-        the job.
+        """Return the file in the folder with the most steps that ``fit`` can resume. Collective over the job.
 
         Rank 0 looks at ``*.h5`` and ``*.ckpt``. It leaves out files without optimizer, and logs which are damaged.
         None where there is no such file: the training starts.
         """
-        comm = current_job().comm
-        return comm.bcast(self._newest() if comm.rank == 0 else None)
-
-    def _newest(self) -> str | None:
-        found: list[tuple[int, float, str]] = []
-        for path in sorted(self.folder.glob("*")):
-            if path.suffix not in (".h5", ".ckpt"):
-                continue
+        comm, found = current_job().comm, list[tuple[int, float, str]]()
+        paths = [path for path in self.folder.glob("*") if path.suffix in (".h5", ".ckpt")] if comm.rank == 0 else []
+        for path in sorted(paths):
             try:
                 index = checkpoint.open_index(path)
             except CheckpointError as error:
@@ -60,21 +48,14 @@ class Requeue(Callback):
                 continue
             if index.param_groups is not None and "loops" in index.info.extra:
                 found.append((index.info.step, path.stat().st_mtime, str(path)))
-        return max(found)[2] if found else None
+        return comm.bcast(max(found)[2] if found else None)
 
-    def _listen(self) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str = "") -> None:
         # Again: the Trainer sets a handler of its own for TERM before each run, which communicates while a rank may be
         # inside of a collective.
         self._stop.__enter__()
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._listen()
-
-    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._listen()
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._listen()
+    on_sanity_check_start = on_train_start = setup
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._stop.__exit__()

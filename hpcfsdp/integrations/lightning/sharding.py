@@ -23,17 +23,15 @@ _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def checked_options(options: Options) -> dict[str, Any]:
-    """Arguments for ``FullyShardedDataParallel``; a set of classes, a strategy's name and a bool are converted.
+    """Return arguments for ``FullyShardedDataParallel``; a set of classes, a strategy's name and a bool are converted.
 
-    Raises:
-        UsageError: there is no such argument, or no such sharding strategy.
+    Raises UsageError where there is no such argument, or no such sharding strategy.
     """
     known = set(inspect.signature(FullyShardedDataParallel).parameters) - {"module"}
-    for name in options:
-        if name not in known:
-            raise UsageError(
-                f"HpcfsdpStrategy({name}=...): FullyShardedDataParallel has no such argument{nearest(name, known)}"
-            )
+    if name := next((name for name in options if name not in known), None):
+        raise UsageError(
+            f"HpcfsdpStrategy({name}=...): FullyShardedDataParallel has no such argument{nearest(name, known)}"
+        )
     found = {"sync_module_states": True, "use_orig_params": True, **options}
     if isinstance(found.get("auto_wrap_policy"), (set, frozenset)):
         found["auto_wrap_policy"] = ModuleWrapPolicy(found["auto_wrap_policy"])
@@ -63,30 +61,30 @@ def metrics_to(module: nn.Module, device: torch.device) -> None:
 
 
 def shard(module: pl.LightningModule, options: Options) -> tuple[nn.Module, list[FullyShardedDataParallel]]:
-    """Return the model that computes steps, and its outermost sharded modules. Collective over all ranks, the first
-    time.
+    """Return the model that computes steps, and its outermost sharded modules. Collective over all ranks at first.
 
     With automatic optimization the whole LightningModule is one root. With manual optimization a step runs backward
     inside of ``training_step``, so each child of the LightningModule is a root, and the model is the module itself.
-
-    Raises:
-        UsageError: the module was sharded before with other options.
-        EngineError: manual optimization, and the module has parameters of its own.
+    Raises UsageError where the module was sharded before with other options, and EngineError under manual optimization
+    for parameters of its own.
     """
     if _KEPT not in vars(module):
-        if module.automatic_optimization:
-            root = FullyShardedDataParallel(module, **options)
-        else:
-            root = None
+        root = FullyShardedDataParallel(module, **options) if module.automatic_optimization else None
+        if root is None:
             _shard_children(module, options)
         vars(module)[_KEPT] = (root, dict(options))
     root, before = vars(module)[_KEPT]
-    _compare(module, before, options)
+    for name in sorted((set(before) | set(options)) - {"auto_wrap_policy", "param_init_fn"}):  # these have no equality
+        if before.get(name) != options.get(name):
+            raise UsageError(
+                f"this {type(module).__name__} was sharded before with {name}={before.get(name)!r}, and this Trainer's "
+                f"strategy or precision asks for {options.get(name)!r}: give both the same, or build the module anew"
+            )
     if root is not None:
         return root, [root]
-    found: list[FullyShardedDataParallel] = []
-    _find_roots(module, found)
-    return module, found
+    wrapped = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+    inner = {each for one in wrapped for each in one.module.modules()}
+    return module, [each for each in wrapped if each not in inner]
 
 
 def _shard_children(module: nn.Module, options: Options) -> None:
@@ -109,22 +107,3 @@ def _shard_children(module: nn.Module, options: Options) -> None:
         if child not in wrapped:
             wrapped[child] = FullyShardedDataParallel(child, **options)
         setattr(module, name, wrapped[child])
-
-
-def _find_roots(module: nn.Module, found: list[FullyShardedDataParallel]) -> None:
-    for child in module.children():
-        if isinstance(child, FullyShardedDataParallel):
-            if child not in found:
-                found.append(child)
-        else:
-            _find_roots(child, found)
-
-
-def _compare(module: nn.Module, before: Options, options: Options) -> None:
-    """Policies have no equality."""
-    for name in sorted((set(before) | set(options)) - {"auto_wrap_policy", "param_init_fn"}):
-        if before.get(name) != options.get(name):
-            raise UsageError(
-                f"this {type(module).__name__} was sharded before with {name}={before.get(name)!r}, and this Trainer's "
-                f"strategy or precision asks for {options.get(name)!r}: give both the same, or build the module anew"
-            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import callbacks
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision as Autocast, Precision
+from lightning.pytorch.plugins.environments import MPIEnvironment
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -23,13 +24,66 @@ from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import LaunchError, UsageError
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from hpcfsdp.integrations.lightning import checkpoint_file
-from hpcfsdp.integrations.lightning.environment import MPIClusterEnvironment
 from hpcfsdp.integrations.lightning.sharding import checked_options, dtypes_of, metrics_to, shard
 from hpcfsdp.launch.device import choose
+from hpcfsdp.launch.job import current_job
 from hpcfsdp.params.gradient import note_unchanged
 from hpcfsdp.world import World, current_world
 
 NAME = "hpcfsdp"
+
+
+class MPIClusterEnvironment(MPIEnvironment):
+    """Ranks and nodes as hpcfsdp finds them: from MPI, under mpirun, mpiexec and srun; a plain process is rank 0 of 1.
+
+    Creating one is collective over all processes of the job. It starts MPI.
+
+    Raises:
+        LaunchError: the launcher does not fit the MPI library.
+    """
+
+    def __init__(self) -> None:
+        self._job = current_job()  # before mpi4py is imported in another way
+        super().__init__()
+
+    @staticmethod
+    def detect() -> bool:
+        """Return whether MPI has several processes. Collective over all processes of the job."""
+        return current_job().comm.size > 1
+
+    def world_size(self) -> int:
+        return self._job.topology.size
+
+    def global_rank(self) -> int:
+        return self._job.comm.rank
+
+    def local_rank(self) -> int:
+        return self._job.topology.local_rank(self.global_rank())
+
+    def node_rank(self) -> int:
+        return self._job.topology.node_rank(self.global_rank())
+
+    def local_size(self) -> int:
+        """Return processes on this node."""
+        return len(self._job.topology.node_of(self.global_rank()))
+
+    def num_nodes(self) -> int:
+        return self._job.topology.num_nodes
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Not collective. Compare what a Trainer was given with MPI. 1 of either is Lightning's default, and right."""
+        remedy = "leave devices and num_nodes out: MPI knows them"
+        if num_nodes not in (1, self.num_nodes()):
+            raise LaunchError(
+                f"Trainer(num_nodes={num_nodes}), but MPI has its {self.world_size()} process(es) on "
+                f"{self.num_nodes()} node(s): {remedy}, or ask the scheduler for {num_nodes} nodes"
+            )
+        if num_devices not in (1, self.local_size()):
+            raise LaunchError(
+                f"Trainer(devices={num_devices}), but MPI started {self.local_size()} process(es) on this node: "
+                f"{remedy}, or start {num_devices} on each node (mpirun --map-by ppr:{num_devices}:node, srun "
+                f"--ntasks-per-node={num_devices})"
+            )
 
 
 class ShardingOverMpi:
@@ -82,13 +136,9 @@ class ShardingOverMpi:
             )
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None and not isinstance(scaler, ShardedGradScaler):
-            plugin.scaler = ShardedGradScaler(
-                plugin.device,
-                init_scale=scaler.get_scale(),
-                growth_factor=scaler.get_growth_factor(),
-                backoff_factor=scaler.get_backoff_factor(),
-                growth_interval=scaler.get_growth_interval(),
-            )
+            names = ("growth_factor", "backoff_factor", "growth_interval")
+            same = {name: getattr(scaler, f"get_{name}")() for name in names}
+            plugin.scaler = ShardedGradScaler(plugin.device, init_scale=scaler.get_scale(), **same)
 
     @property
     def world(self) -> World:
@@ -107,11 +157,7 @@ class ShardingOverMpi:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
-        """``hpcfsdp.init``, unless the program has called it. Collective over all processes of the job.
-
-        Raises:
-            LaunchError: the program has called it for another kind of device.
-        """
+        """Call ``hpcfsdp.init``, unless the program has. Collective over all processes of the job."""
         found = current_world() or hpcfsdp.init(self.root_device)
         if found.device.type != self.root_device.type:
             raise LaunchError(
@@ -119,6 +165,9 @@ class ShardingOverMpi:
                 f"Trainer(accelerator={found.device.type!r})"
             )
         super().setup_environment()
+
+    def do_nothing(self, *_given: Any, **_named: Any) -> None:
+        """Do nothing: the units move their parameters, and a file is loaded as a whole."""
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks. Collective over all ranks."""
@@ -133,9 +182,6 @@ class ShardingOverMpi:
         """Reduce a tensor in place. Collective over the group, all ranks by default. Anything else stays as it is.
 
         The mean of integers is an integer, rounded towards zero, as with Lightning's other strategies.
-
-        Raises:
-            UsageError: there is no such `reduce_op`.
         """
         if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
             return tensor
@@ -185,8 +231,7 @@ class HpcfsdpStrategy(ShardingOverMpi, ParallelStrategy):
         if plugin is None:
             return
         self._fit(plugin, Precision, (Autocast, DoublePrecision, HalfPrecision))
-        plugin.clip_grad_by_norm = self.clip_grad_norm
-        plugin.clip_grad_by_value = self.clip_grad_value
+        plugin.clip_grad_by_norm, plugin.clip_grad_by_value = self.clip_grad_norm, clip_elements
 
     @property
     def checkpoint_io(self) -> Any:
@@ -210,11 +255,12 @@ class HpcfsdpStrategy(ShardingOverMpi, ParallelStrategy):
         self.model, self._roots = shard(module, self._options | dtypes_of(self.precision_plugin))
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            _refuse_optimizers(self.optimizers)
+            if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+                raise UsageError(
+                    "LBFGS computes products of whole gradients, and a rank has shards: use an optimizer that works "
+                    "element by element, as AdamW"
+                )
         self.setup_precision_plugin()
-
-    def model_to_device(self) -> None:
-        """Do nothing: the units move their parameters."""
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -253,23 +299,13 @@ class HpcfsdpStrategy(ShardingOverMpi, ParallelStrategy):
                 if total > clip_val and norm > 0:
                     root.clip_grad_norm_(clip_val * norm / total)
 
-    def clip_grad_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Not collective. Clip each element of the gradients that `optimizer` steps."""
-        clip_elements(optimizer, clip_val)
-
     # Checkpoints: the file has the state of model and optimizers.
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def _no_state(self, *_: Any) -> dict[str, Any]:
         return {}
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return {}
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Do nothing: the file has been loaded as a whole."""
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing: the file has been loaded as a whole."""
+    lightning_module_state_dict = optimizer_state = _no_state
+    load_model_state_dict = load_optimizer_state_dict = model_to_device = ShardingOverMpi.do_nothing
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """See ``checkpoint_file.save``. Collective over all ranks."""
@@ -345,12 +381,3 @@ def _on_exception(callback: str) -> UsageError:
         f"{callback} saves on an exception, which other ranks may not have, and a save needs all ranks: use "
         "hpcfsdp.integrations.lightning.Requeue for the end of a job"
     )
-
-
-def _refuse_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError(
-                "LBFGS computes products of whole gradients, and a rank has shards: use an optimizer that works "
-                "element by element, as AdamW"
-            )
