@@ -10,24 +10,12 @@ from hpcfsdp._version import __version__
 
 # name -> module that defines it; a module name mapped to itself is a public submodule
 _PUBLIC = {
+    **{name: f"hpcfsdp.{name}" for name in "checkpoint errors fsdp fsdp2 mpi observe optim wrap".split()},
+    **dict.fromkeys(("World", "init", "finalize"), "hpcfsdp.world"),
+    **dict.fromkeys(("Preemption", "exit_requeue", "preemption"), "hpcfsdp.preempt"),
+    **dict.fromkeys(("param_groups", "param_info"), "hpcfsdp.api.param_info"),
     "FullyShardedDataParallel": "hpcfsdp.fsdp",
-    "Preemption": "hpcfsdp.preempt",
-    "World": "hpcfsdp.world",
-    "init": "hpcfsdp.world",
-    "finalize": "hpcfsdp.world",
-    "checkpoint": "hpcfsdp.checkpoint",
-    "errors": "hpcfsdp.errors",
-    "fsdp": "hpcfsdp.fsdp",
-    "fsdp2": "hpcfsdp.fsdp2",
     "fully_shard": "hpcfsdp.fsdp2",
-    "exit_requeue": "hpcfsdp.preempt",
-    "mpi": "hpcfsdp.mpi",
-    "observe": "hpcfsdp.observe",
-    "optim": "hpcfsdp.optim",
-    "param_groups": "hpcfsdp.api.param_info",
-    "param_info": "hpcfsdp.api.param_info",
-    "preemption": "hpcfsdp.preempt",
-    "wrap": "hpcfsdp.wrap",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -51,11 +51,9 @@ class Hardware:
 
 def describe(device: torch.device) -> Hardware:
     """Return what a device is."""
-    find = getattr(torch.get_device_module(device), "get_device_properties", lambda device: None)
-    found = find(device)
-    uuid = getattr(found, "uuid", None)
-    nbytes = getattr(found, "total_memory", 0)
-    return Hardware(getattr(found, "name", device.type), None if uuid is None else str(uuid), nbytes)
+    found = getattr(torch.get_device_module(device), "get_device_properties", lambda device: None)(device)
+    name, uuid = getattr(found, "name", device.type), getattr(found, "uuid", None)
+    return Hardware(name, None if uuid is None else str(uuid), getattr(found, "total_memory", 0))
 
 
 def frees_by_stream(device: torch.device) -> bool:

@@ -5,13 +5,8 @@ Names are loaded on first use: reading the files of a run needs neither MPI nor 
 
 import importlib
 
-_PUBLIC = {
-    "Run": "hpcfsdp.observe.observed",
-    "TensorBoard": "hpcfsdp.observe.trackers",
-    "Tracker": "hpcfsdp.observe.trackers",
-    "WandB": "hpcfsdp.observe.trackers",
-    "check_trackers": "hpcfsdp.observe.trackers",
-}
+_PUBLIC = dict.fromkeys(("TensorBoard", "Tracker", "WandB", "check_trackers"), "hpcfsdp.observe.trackers")
+_PUBLIC["Run"] = "hpcfsdp.observe.observed"
 
 __all__ = list(_PUBLIC)
 

@@ -18,7 +18,6 @@ from hpcfsdp.plan.traced_step import PlannedUnit, TracedStep
 from hpcfsdp.text.terminal import shown
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -375,12 +374,7 @@ def draw(proposal: Proposal) -> Figure:
     """Return a figure with two panels."""
     figure = new_figure(12.0, 5.0)
     figure.suptitle(shown(proposal.step.name), parse_math=False)
-    _draw_memory(figure.add_subplot(1, 2, 1), proposal)
-    _draw_times(figure.add_subplot(1, 2, 2), proposal)
-    return figure
-
-
-def _draw_memory(axes: Axes, proposal: Proposal) -> None:
+    axes = figure.add_subplot(1, 2, 1)
     course, request = proposal.best.footprint.course, proposal.request
     kinds = [kind for kind in KINDS if any(moment.bytes_by_kind[kind] for moment in course)]
     heights = [[moment.bytes_by_kind[kind] / _GIB for moment in course] for kind in kinds]
@@ -390,23 +384,20 @@ def _draw_memory(axes: Axes, proposal: Proposal) -> None:
     axes.set_ylabel("GiB of the rank with the most")
     axes.set_title("memory", fontsize="medium")
     axes.legend(fontsize="x-small", loc="upper right")
-
-
-def _draw_times(axes: Axes, proposal: Proposal) -> None:
-    shown = proposal.all[:_MOST_BARS]
+    axes, bars = figure.add_subplot(1, 2, 2), proposal.all[:_MOST_BARS]
     names = [
         f"{setup.strategy} {setup.replicas} x {setup.shards}{', recomputed' if each.checkpointed else ''}"
-        for each, setup in ((each, each.setup) for each in shown)
+        for each, setup in ((each, each.setup) for each in bars)
     ]
-    left = [0.0] * len(shown)
+    left = [0.0] * len(bars)
     for label, values in (
-        ("computation", [each.time.compute_s for each in shown]),
-        ("exposed communication", [each.time.exposed_s for each in shown]),
-        ("optimizer", [each.time.optimizer_s for each in shown]),
+        ("computation", [each.time.compute_s for each in bars]),
+        ("exposed communication", [each.time.exposed_s for each in bars]),
+        ("optimizer", [each.time.optimizer_s for each in bars]),
     ):
         axes.barh(names, values, left=left, label=label, alpha=0.9)
         left = [before + value for before, value in zip(left, values, strict=True)]
-    for place, each in enumerate(shown):
+    for place, each in enumerate(bars):
         if not each.fits:
             axes.annotate("does not fit", (left[place], place), fontsize="xx-small", va="center")
     axes.invert_yaxis()
@@ -414,3 +405,4 @@ def _draw_times(axes: Axes, proposal: Proposal) -> None:
     axes.set_xlabel("seconds of a step")
     axes.set_title("setups: replicas x shards", fontsize="medium")
     axes.legend(fontsize="x-small")
+    return figure

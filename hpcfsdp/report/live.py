@@ -120,12 +120,10 @@ _QUIET_S = 60.0  # without a new step for so long, and for ten steps' time, a vi
 class View:
     """A running job, now; None where unknown."""
 
-    summary: Summary  # of the steps that the view has seen
-    losses: np.ndarray  # of these steps, float64; NaN where not finite
-    loss_is_finite: bool  # of the last step
+    run: RunFolder  # as far as the view has seen it
+    summary: Summary  # of these steps
     straggler: str  # the rank with the longest time in the last step, in words, or ""
     checkpoint_s: float | None  # seconds since the last checkpoint was written
-    silent_s: float  # seconds since the last record or event
     warnings: tuple[str, ...]  # the latest, in words
 
     @property
@@ -139,10 +137,10 @@ class View:
         facts = {name: value for name, value in dataclasses.asdict(self.summary).items() if name not in hidden}
         return {
             **facts,
-            "loss": facts["loss"] if self.loss_is_finite else None,
+            "loss": None if self.run.series.ends_not_finite else facts["loss"],
             "straggler": self.straggler,
             "checkpoint_age_s": self.checkpoint_s,
-            "silent_s": self.silent_s,
+            "silent_s": self.run.silent_s,
             "warnings": list(self.warnings),
         }
 
@@ -157,12 +155,10 @@ def view_of(run: RunFolder, warnings: Sequence[str], now_s: float) -> View:
         host = shown(series.hosts.get(int(rank), ""))
         straggler = f"rank {int(rank)}{host and f' on {host}'}, {readable_duration(behind)} behind the mean"
     return View(
-        summary=summarize(run, recent=_LATEST),
-        losses=series.column("loss"),
-        loss_is_finite=not series.ends_not_finite,
-        straggler=straggler,
+        run,
+        summarize(run, recent=_LATEST),
+        straggler,
         checkpoint_s=None if written is None else max(now_s - written, 0.0),
-        silent_s=run.silent_s,
         warnings=tuple(map(shown, warnings)),
     )
 
@@ -187,7 +183,7 @@ def bar(share: float, width: int, blocks: str = BLOCKS) -> str:
 
 def rows_of(view: View, width: int, blocks: str = BLOCKS) -> list[tuple[str, str]]:
     """Return labels and texts, one row each; texts of at most `width` columns but for warnings."""
-    facts = view.summary
+    facts, series = view.summary, view.run.series
     found = [("status", _status(view))]
     if facts.step is not None:
         row = f"{facts.step:,}"
@@ -197,9 +193,9 @@ def rows_of(view: View, width: int, blocks: str = BLOCKS) -> list[tuple[str, str
             full = bar(share, min(24, width - 40), blocks)
             row += f" of {facts.total_steps:,}  {full} {readable_share(share)}{left}"
         found.append(("step", row))
-    if facts.loss is not None or not view.loss_is_finite:
-        text = f"{facts.loss:.4g}" if view.loss_is_finite and facts.loss is not None else "not finite"
-        found.append(("loss", f"{text:9} {sparkline(view.losses, width - 10, blocks)}"))
+    if facts.loss is not None or series.ends_not_finite:
+        text = "not finite" if series.ends_not_finite or facts.loss is None else f"{facts.loss:.4g}"
+        found.append(("loss", f"{text:9} {sparkline(series.column('loss'), width - 10, blocks)}"))
     use = "" if facts.flop_utilisation is None else f", {readable_share(facts.flop_utilisation)} of peak"
     waits = "" if facts.comm_share is None else f", {readable_share(facts.comm_share)} waiting for others"
     age = "" if view.checkpoint_s is None else f", {readable_duration(view.checkpoint_s)} ago"
@@ -219,8 +215,9 @@ def _status(view: View) -> str:
     facts = view.summary
     where = f", {facts.world_size} ranks" if facts.world_size else ""
     where += f" on {facts.num_nodes} nodes" if facts.num_nodes else ""
-    quiet = not view.has_ended and view.silent_s > max(_QUIET_S, 10 * (facts.step_s or 0.0))
-    silent = f", nothing new for {readable_duration(view.silent_s)}" if quiet else ""
+    silent_s = view.run.silent_s
+    quiet = not view.has_ended and silent_s > max(_QUIET_S, 10 * (facts.step_s or 0.0))
+    silent = f", nothing new for {readable_duration(silent_s)}" if quiet else ""
     message = f": {shown(facts.message)}" if facts.message and view.has_ended else ""
     return f"{STATUS[facts.status]}{message}{where}{silent}"
 
@@ -233,7 +230,7 @@ def line_of(view: View) -> str:
     parts = [
         STATUS[facts.status],
         "" if facts.step is None else f"step {facts.step}{total}",
-        loss if view.loss_is_finite else "loss not finite",
+        "loss not finite" if view.run.series.ends_not_finite else loss,
         "" if facts.rate is None else f"{facts.rate:.0f} {facts.rate_unit}",
         "" if facts.comm_share is None else f"waiting {readable_share(facts.comm_share)}",
         "" if facts.peak_bytes is None else f"memory {readable_bytes(facts.peak_bytes)}",
