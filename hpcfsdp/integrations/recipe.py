@@ -48,7 +48,12 @@ class Recipe:
         if isinstance(model, FullyShardedDataParallel):
             return model
         options = {"use_orig_params": True, "sync_module_states": True, **self.options}
-        layers = self._layer_types(model)
+        types = {type(module).__name__: type(module) for module in model.modules()}
+        known = [name for name in getattr(model, "_no_split_modules", None) or () if name in types]
+        names = known if self.layers is None else self.layers
+        if (name := next((name for name in names if name not in types), None)) is not None:
+            raise UsageError(f"no module of this {type(model).__name__} is a {name!r}{nearest(name, types)}")
+        layers = {types[name] for name in names}
         if layers:
             options.setdefault("auto_wrap_policy", ModuleWrapPolicy(layers))
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -67,14 +72,6 @@ class Recipe:
                 )
             _compat.checkpoint_activations(sharded, lambda module: isinstance(module, tuple(layers)))
         return sharded
-
-    def _layer_types(self, model: nn.Module) -> set[type[nn.Module]]:
-        types = {type(module).__name__: type(module) for module in model.modules()}
-        if self.layers is None:
-            return {types[name] for name in getattr(model, "_no_split_modules", None) or () if name in types}
-        if (name := next((name for name in self.layers if name not in types), None)) is not None:
-            raise UsageError(f"no module of this {type(model).__name__} is a {name!r}{nearest(name, types)}")
-        return {types[name] for name in self.layers}
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -130,8 +130,7 @@ def flat_params(model: nn.Module) -> list[FlatParam]:
 
 
 def _shard_bytes(flat: ShardedParams) -> int:
-    nbytes: int = flat.layout.shard_numel * flat.layout.dtype.itemsize
-    return nbytes
+    return int(flat.layout.shard_numel * flat.layout.dtype.itemsize)
 
 
 def _shared_bytes(flat: ShardedParams) -> int:

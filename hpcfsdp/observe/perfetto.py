@@ -135,10 +135,7 @@ class Trace:
 
 
 def events_of(spans: Iterable[tuple[str, str, int, int]], *, pid: int, process: str) -> Iterator[dict[str, Any]]:
-    """Yield the events of one process: names of it and of its threads, then a complete event ("X") for each span.
-
-    `spans` are (track, name, begin, end) in nanoseconds.
-    """
+    """Yield the events of one process: names, and a complete event ("X") for each (track, name, begin, end) in ns."""
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
     by_track: dict[str, list[tuple[str, int, int]]] = {}

@@ -322,11 +322,8 @@ class OwnedParams:
                 shown = {name: self._described(index, name, value, is_whole) for name, value in state.items()}
                 if shown:
                     described[each.name] = StateInfo.of(shown)
-        empty = {
-            each.name
-            for index, each in enumerate(self.params)
-            if not given[index] and each.numel and not self._exchange.numel_here(index)
-        }
+        absent = (i for i, each in enumerate(self.params) if each.numel and not self._exchange.numel_here(i))
+        empty = {self.params[index].name for index in absent if not given[index]}
         merged = self._merged(described, empty)
         found: dict[int, State] = {}
         with raise_together(self.control):

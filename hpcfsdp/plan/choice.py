@@ -62,11 +62,7 @@ class Candidate:
 
 
 def candidates(request: Request, steps: Sequence[TracedStep]) -> tuple[Candidate, ...]:
-    """Return all setups of a job, the fastest first; those that do not fit come last, the smallest first.
-
-    `steps` are of the same model, with and without checkpointed activations. Raises UsageError where no setup is what
-    the request asks for, whatever memory it takes.
-    """
+    """Return all setups of a job with each of `steps`, the fastest first; last come those that do not fit, by size."""
     found = []
     for strategy, shards in _ways(request):
         setup = replace(

@@ -257,8 +257,7 @@ def from_function(
 
     Inputs are a tensor, a tuple of arguments or a dict of keyword arguments; without them the model gets token ids
     (`batch`, default 1, and `sequence`, default 4096) if it has an embedding, and only its parameters are planned
-    otherwise. The loss is the output "loss" of the model, or the mean of the first floating-point tensor that it
-    returns.
+    otherwise. The loss is the output "loss" of the model, or the mean of its first floating-point tensor.
     """
     made = _on_meta(function, name)
     inputs: Any = None
@@ -337,19 +336,15 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def units_of(model: nn.Module, wrap: Sequence[str] = ()) -> list[nn.Module]:
     """Return the modules inside of a model that become units: of the classes `wrap`, or those that it has a list of."""
     if wrap:
-        found = {name: [module for module in model.modules() if type(module).__name__ == name] for name in wrap}
-        for name, modules in found.items():
-            if not modules:
-                known = Counter(type(module).__name__ for module in model.modules())
-                most = ", ".join(kind for kind, _ in known.most_common(8))
-                raise UsageError(f"plan: no module of the model is a {name}: there are {most}")
-        chosen = {module for modules in found.values() for module in modules}
-        return [module for module in model.modules() if module in chosen and module is not model]
+        known = Counter(type(module).__name__ for module in model.modules())
+        if (name := next((name for name in wrap if name not in known), None)) is not None:
+            most = ", ".join(kind for kind, _ in known.most_common(8))
+            raise UsageError(f"plan: no module of the model is a {name}: there are {most}")
+        return [module for module in model.modules() if type(module).__name__ in wrap and module is not model]
     lists: list[list[nn.Module]] = []
     for module in model.modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
-            kinds = Counter(type(child) for child in module)
-            kind, count = kinds.most_common(1)[0]
+            ((kind, count),) = Counter(map(type, module)).most_common(1)
             if count > 1:
                 lists.append([child for child in module if type(child) is kind])
     return max(lists, key=lambda found: sum(p.numel() for each in found for p in each.parameters()), default=[])

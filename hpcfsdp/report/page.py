@@ -35,7 +35,6 @@ from hpcfsdp.text.terminal import (
 NEWEST = 10  # checkpoints that are shown at once; the others can be opened
 MOST_ROWS = 400
 SAMPLES = 25  # rows of the table of numbers by step
-SEVERITIES = {"bad": "Problem", "warning": "Warning", "note": "Note"}
 _HERE = Path(__file__).parent
 
 
@@ -220,7 +219,6 @@ def page_of(run: RunFolder, summary: Summary, problems: Sequence[Problem]) -> st
     templates.globals.update(duration=readable_duration, share=readable_share)
     checkpoints, older = checkpoint_tables(run)
     sources = " and ".join(f"{tally.sound:,} lines of {name}" for name, tally in run.tallies.items() if tally.sound)
-    done, total = summary.step, summary.total_steps
     return templates.get_template("page.html.jinja").render(
         version=__version__,
         css=Markup((_HERE / "page.css").read_text()),
@@ -229,9 +227,7 @@ def page_of(run: RunFolder, summary: Summary, problems: Sequence[Problem]) -> st
         name=shown(os.path.basename(os.path.abspath(run.folder)) or run.folder),
         status_text=STATUS[summary.status],
         place=os.path.abspath(run.folder),
-        progress=None if done is None or not total else round(100 * min(done / total, 1)),
         problems=problems,
-        severities=SEVERITIES,
         figures=[replace(one, svg=Markup(one.svg)) for one in figures_of(run)],
         numbers=number_table(run.series),
         starts=start_table(run),

@@ -250,11 +250,7 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Read the folder of a run; not collective. Never reads tensors.
-
-    Raises UsageError where there is no such folder, and HpcfsdpError where it cannot be read, or holds neither records
-    nor events.
-    """
+    """Read the folder of a run; not collective. Never reads tensors."""
     check_folder(folder)
     tallies = {name: Tally() for name in (METRICS, EVENTS)}
     try:

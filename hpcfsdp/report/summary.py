@@ -85,13 +85,10 @@ def segments(run: RunFolder) -> list[Segment]:
     series = run.series
     bounds = [place for place, event in enumerate(run.events) if event.kind == "start"]
     for place, following in itertools.pairwise([*bounds, len(run.events)]):
-        inside = run.events[place + 1 : following]
-        start = run.events[place]
-        begin = start.step or 0
-        is_last = following == len(run.events)
-        last = None if is_last else (run.events[following].step or 0)  # later steps were dropped on resume
-        steps = series.steps
-        steps = steps[(steps > begin) & (steps <= last if last is not None else True)]
+        start, *inside = run.events[place:following]
+        # What follows dropped later steps when it resumed.
+        last = math.inf if following == len(run.events) else run.events[following].step or 0
+        steps = series.steps[(series.steps > (start.step or 0)) & (series.steps <= last)]
         found.append(
             Segment(
                 first=int(steps[0]) if len(steps) else None,
