@@ -83,9 +83,8 @@ class Holdings:
     def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
         self._model, self._optimizer = model, optimizer
         self._looks, self._num_states = 0, -1
-        self.gradients = self.optimizer = 0  # as the optimizer finds them; of its state
+        self.parameters = self.gradients = self.optimizer = 0  # gradients as the optimizer finds them; its state
         self.shared = 0  # this rank's part of gathered values that the ranks of a node hold once, and that stay
-        self.parameters = 0  # of shards
         if model is not None:
             flats = flat_params(model)
             self.parameters = sum(map(_shard_bytes, flats)) if flats else _bytes_of(model.parameters())

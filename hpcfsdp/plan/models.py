@@ -260,9 +260,7 @@ def from_function(
     otherwise. The loss is the output "loss" of the model, or the mean of its first floating-point tensor.
     """
     made = _on_meta(function, name)
-    inputs: Any = None
-    if isinstance(made, tuple) and len(made) == 2:
-        made, inputs = made
+    made, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(made, nn.Module):
         raise UsageError(
             f"plan: --factory {name} returned a {type(made).__name__}: it must return a torch.nn.Module, or a module "

@@ -61,7 +61,7 @@ def metrics_to(module: nn.Module, device: torch.device) -> None:
 
 
 def shard(module: pl.LightningModule, options: Options) -> tuple[nn.Module, list[FullyShardedDataParallel]]:
-    """Return the model that computes steps, and its outermost sharded modules. Collective over all ranks at first.
+    """Return the model that computes steps, and its outermost sharded modules. Collective over all ranks once.
 
     With automatic optimization the whole LightningModule is one root. With manual optimization a step runs backward
     inside of ``training_step``, so each child of the LightningModule is a root, and the model is the module itself.
