@@ -49,8 +49,7 @@ class Preemption:
         self._every = 1
         self._asked_s: float | None = None
         self._longest_s = 0.0  # the longest time between two calls: a step, and mostly a checkpoint
-        self._asked: tuple[torch.Tensor, Work | None] | None = None
-        """What the ranks ask each other in the background: see ``_ask``."""
+        self._asked: tuple[torch.Tensor, Work | None] | None = None  # what the ranks ask each other in the background
 
     def __enter__(self) -> Preemption:
         self._signals.__enter__()

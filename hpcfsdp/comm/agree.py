@@ -27,8 +27,7 @@ def raise_together(comm: Communicator | Grid) -> Iterator[Exchange]:
     block succeeded raise the error of the lowest rank that failed, and name that rank. Errors of other classes than
     hpcfsdp's own (say an OSError) become an ``HpcfsdpError`` there. Values to compare can go with the errors.
     """
-    mine: Exception | None = None
-    exchange = Exchange()
+    mine, exchange = None, Exchange()
     try:
         yield exchange
     except CrossedCallsError:  # the others are in another call: they cannot be asked

@@ -229,8 +229,7 @@ def _timed_out(timeout_s: float, long_wait: LongWait | None, missing: Sequence[i
 class Finished:
     """The work of a collective that is complete when its call returns."""
 
-    def wait(self) -> None:
-        pass
+    def wait(self) -> None: ...
 
     def is_completed(self) -> bool:
         return True

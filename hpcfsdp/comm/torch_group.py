@@ -37,8 +37,7 @@ class TorchGroupCommunicator(Communicator):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
         self.group = group
-        self.rank: int = dist.get_rank(group)
-        self.size: int = dist.get_world_size(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.world_ranks = tuple(dist.get_process_group_ranks(group))
         self.device = device or _compat.device_of_group(group)
         self._lines: tuple[TorchGroupCommunicator, TorchGroupCommunicator] | None = None  # within and across nodes
@@ -210,9 +209,8 @@ def _store(total: Tensor, output: Tensor, reduction: Reduction) -> None:
 class _Work:
     """A collective of torch.distributed, and what this rank does with its result."""
 
-    def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
-        self._work = work
-        self._finish: Callable[[], None] | None = finish
+    def __init__(self, work: dist.Work, finish: Callable[[], None] | None) -> None:
+        self._work, self._finish = work, finish
 
     @_compat.outside_of_modes
     def wait(self) -> None:

@@ -24,15 +24,14 @@ def choose(wanted: str | torch.device | None, local_rank: int) -> torch.device:
         raise LaunchError(f"device {str(device)!r} is not supported: use 'cpu' or {kind or 'cuda'!r}")
     if device.type == "cpu":
         return device
+    where = f"device {str(device)!r} was asked for, but"
     if visible == 0:
-        raise LaunchError(
-            f"device {str(device)!r} was asked for, but this process sees no accelerator; ask the launcher for one"
-        )
+        raise LaunchError(f"{where} this process sees no accelerator; ask the launcher for one")
     if device.type != kind:
-        raise LaunchError(f"device {str(device)!r} was asked for, but the accelerator of this process is {kind!r}")
+        raise LaunchError(f"{where} the accelerator of this process is {kind!r}")
     index = device.index if device.index is not None else local_rank % visible
     if index >= visible:
-        raise LaunchError(f"device {str(device)!r} was asked for, but this process sees {visible} device(s)")
+        raise LaunchError(f"{where} this process sees {visible} device(s)")
     return torch.device(kind, index)
 
 

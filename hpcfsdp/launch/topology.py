@@ -1,7 +1,5 @@
 """The nodes of a job and the ranks on each: a pure value, from MPI or for an imagined machine."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,12 +26,12 @@ class Topology:
             raise ValueError(f"nodes {self.nodes} must be sorted, within each node and by their lowest rank")
 
     @classmethod
-    def regular(cls, num_nodes: int, ranks_per_node: int) -> Topology:
+    def regular(cls, num_nodes: int, ranks_per_node: int) -> "Topology":
         """Return `num_nodes` nodes of `ranks_per_node` ranks each, filled one after the other."""
         return cls.uneven([ranks_per_node] * num_nodes)
 
     @classmethod
-    def uneven(cls, ranks_per_node: Iterable[int]) -> Topology:
+    def uneven(cls, ranks_per_node: Iterable[int]) -> "Topology":
         """Return nodes with the given numbers of ranks, filled one after the other."""
         nodes, first = [], 0
         for count in ranks_per_node:
@@ -42,7 +40,7 @@ class Topology:
         return cls(tuple(nodes))
 
     @classmethod
-    def from_labels(cls, labels: Sequence[Hashable]) -> Topology:
+    def from_labels(cls, labels: Sequence[Hashable]) -> "Topology":
         """Put ranks with equal labels on one node. `labels` has one entry for each rank, for example its host name."""
         members: dict[Hashable, list[int]] = {}
         for rank, label in enumerate(labels):
@@ -95,11 +93,11 @@ class Topology:
         step, first = len(self.nodes[home]), self.local_rank(rank)
         return tuple(client for n, node in enumerate(self.nodes) if n != home for client in node[first::step])
 
-    def restrict(self, ranks: Sequence[int]) -> Topology:
+    def restrict(self, ranks: Sequence[int]) -> "Topology":
         """Return the topology of a sub-group: its member ``ranks[i]`` is rank i there."""
         return Topology.from_labels([self.node_rank(rank) for rank in ranks])
 
-    def split(self, parts: int) -> Topology:
+    def split(self, parts: int) -> "Topology":
         """Divide each node into `parts` nodes. For tests of several nodes on one machine."""
         divided: list[tuple[int, ...]] = []
         for node in self.nodes:

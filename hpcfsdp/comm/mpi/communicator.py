@@ -57,11 +57,9 @@ class MpiCommunicator(Communicator):
         before each collective, and an error names a rank with another one: a message to every rank each time.
         """
         self.comm = comm
-        self.rank: int = comm.rank
-        self.size: int = comm.size
+        self.rank, self.size = comm.rank, comm.size
         self.topology = topology or Topology.regular(comm.size, 1)
-        self.timeout_s = timeout_s
-        self.compare_calls = compare_calls
+        self.timeout_s, self.compare_calls = timeout_s, compare_calls
         if self.topology.size != self.size:
             raise CommunicationError(
                 f"a topology of {self.topology.size} ranks ({self.topology}) was given for {self.size} ranks"

@@ -100,8 +100,7 @@ class MpiCall:
         self.matcher, self.rank, self.size = matcher, matcher.rank, matcher.size
         self.ranks: Sequence[int] = range(matcher.size)
         self.label = within or label
-        self.tag = tag
-        self.sequence = sequence
+        self.tag, self.sequence = tag, sequence
         self._encoded = _encode(expected or self.label)
         self._hash = _hash(expected or label)
         self._expected = expected
@@ -159,11 +158,9 @@ class Receive:
     __slots__ += ("is_matched", "source")
 
     def __init__(self, call: MpiCall, tensor: Tensor, source: int | None) -> None:
-        self.call = call
-        self.source = source
+        self.call, self.source, self._tensor = call, source, tensor
         self.mismatch: Mismatch | None = None  # what is wrong with the messages
         self.is_matched = False  # all messages of the tensor
-        self._tensor = tensor
         self._first: bytearray | None = None  # the message that begins with the header
         self._parts: Iterator[list[Any]] | None = None  # their buffers; None until the header has been read
         self._unmatched = 0  # parts
@@ -245,8 +242,7 @@ class MessageMatcher:
     """
 
     def __init__(self, comm: MPI.Intracomm, mismatch_tag: int) -> None:
-        self.rank: int = comm.rank
-        self.size: int = comm.size
+        self.rank, self.size = comm.rank, comm.size
         self.mismatches: dict[int, Mismatch] = {}  # that other ranks have found, by the number of the collective
         # Whether no posted receive has been cancelled: later messages for it would reach another communicator, if MPI
         # reused the context of this one.
@@ -360,8 +356,7 @@ class Requests:
 
     def __init__(self, call: MpiCall) -> None:
         self.source: int | None = None  # which sent the last message
-        self._call = call
-        self._matcher = call.matcher
+        self._call, self._matcher = call, call.matcher
         self._receives: deque[Receive] = deque()
         self._mismatch: Mismatch | None = None
         self._polls = 0

@@ -155,8 +155,7 @@ class NodeMemory:
         self.gathered = gathered
         self.epoch = 0  # operations begun on this memory, the same number on all ranks
         self.is_busy = False  # one of them is in progress
-        self._ranks = tuple(ranks)
-        self._mine = place
+        self._ranks, self._mine = tuple(ranks), place
         self._peers = tuple(other for other in range(len(ranks)) if other != place)
         flag_bytes, region_bytes = _aligned(len(ranks) * _LINE), _aligned(max(1, numel * dtype.itemsize))
         self._flags = memoryview(shared[:flag_bytes].numpy())
