@@ -23,9 +23,6 @@ from hpcfsdp.world import current_world
 
 _RANK_BYTES, _HOST_BYTES = 8, 64
 _MOST_HOSTS = 16
-_LONG_ENOUGH_S = 0.01
-_SIZES = (256, 8192)
-_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -128,10 +125,10 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
 
     The matrices double in size until a product takes 10 ms, up to 8192 x 8192. Waits for the device.
     """
-    size = _SIZES[0]
-    while _product_s(device, dtype, size) < _LONG_ENOUGH_S and size < _SIZES[1]:
+    size = 256
+    while _product_s(device, dtype, size) < 0.01 and size < 8192:
         size *= 2
-    return 2 * size**3 / min(_product_s(device, dtype, size) for _ in range(_REPEATS))
+    return 2 * size**3 / min(_product_s(device, dtype, size) for _ in range(3))
 
 
 @torch.no_grad()

@@ -27,9 +27,8 @@ class TensorBoard:
         """Open the event file in `directory`. TensorBoard hides what an earlier run wrote after `resume_step`."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(
-            str(directory / "tensorboard"), purge_step=resume_step + 1 if resume_step else None
-        )
+        purge_step = resume_step + 1 if resume_step else None
+        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=purge_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the `values` of a step."""

@@ -53,9 +53,7 @@ def trace(
         cast = functools.partial(apply_to_tensors, functools.partial(_cast, compute))  # as the engine does
         model.register_forward_pre_hook(lambda _, args, kwargs: cast((args, kwargs)), with_kwargs=True)
     log = _EventLog(model.parameters())
-    outer = {
-        index for index, module in enumerate(modules) if any(each in set(module.modules()) for each in modules[:index])
-    }
+    outer = {i for i, module in enumerate(modules) if not set(module.modules()).isdisjoint(modules[:i])}
     hooks = [_UnitEvents(index, params, log, index in outer) for index, params in enumerate(owned)]
     hooked = [(module, unit) for module, unit in zip(modules, hooks, strict=True) if owned[unit.index]]
     with contextlib.ExitStack() as stack:
@@ -298,9 +296,8 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:
-        ctx.save_for_backward(
-            x, x.new_empty(x.shape[:-dims], dtype=torch.float32), *([] if weight is None else [weight])
-        )
+        rows = x.new_empty(x.shape[:-dims], dtype=torch.float32)
+        ctx.save_for_backward(x, rows, *([] if weight is None else [weight]))
         return torch.empty_like(x)
 
     @staticmethod

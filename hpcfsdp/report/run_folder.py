@@ -69,9 +69,8 @@ class SavedCheckpoint:
     path: str  # as the event has it, or in the run's folder
     seconds: float = math.nan  # when it was written, seconds since the epoch; NaN where unknown
     nbytes: int | None = None  # None where unknown
-    # took_s, held_s: how long it took, and how long training was held for it; None where unknown
-    took_s: float | None = None
-    held_s: float | None = None
+    took_s: float | None = None  # None where unknown
+    held_s: float | None = None  # how long training was held for it; None where unknown
     asynchronous: bool | None = None
     present: bool = False  # whether the file is there
     world_size: int | None = None  # ranks that wrote it; None where the file was not opened
@@ -137,9 +136,8 @@ class LogNote:
     level: str
     topic: str
     message: str
-    # first, last: seconds since the epoch; NaN where unknown
-    first: float
-    last: float
+    first: float  # seconds since the epoch; NaN where unknown
+    last: float  # the same
     ranks: set[int] = field(default_factory=set)  # that have logged it
     count: int = 0  # how often, over all ranks
     traceback: str = ""  # of an error, or ""

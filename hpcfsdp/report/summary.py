@@ -26,9 +26,8 @@ class Segment:
 
     first: int | None  # the first step that it trained; None where it trained none, or none that still counts
     last: int | None  # the last step that it trained
-    # start, end: events; None where it left none
-    start: RunEvent | None
-    end: RunEvent | None
+    start: RunEvent | None  # None where it left none
+    end: RunEvent | None  # the same
     signals: tuple[RunEvent, ...] = ()
 
 
@@ -40,9 +39,8 @@ class Summary:
     message: str  # why it ended, or ""
     step: int | None  # the last recorded step
     total_steps: int | None
-    # loss, best_loss: the last one, and the lowest one with its step
-    loss: float | None
-    best_loss: float | None
+    loss: float | None  # the last one
+    best_loss: float | None  # the lowest one
     best_loss_step: int | None
     rate: float | None  # median over the last ``RECENT`` steps, in `rate_unit` a second
     rate_unit: str
@@ -54,9 +52,8 @@ class Summary:
     num_nodes: int | None
     device: str
     parameters: int | None
-    # flop_utilisation, comm_share: medians over the same steps, 0-1
-    flop_utilisation: float | None
-    comm_share: float | None
+    flop_utilisation: float | None  # median over the same steps, 0-1
+    comm_share: float | None  # the same
     peak_bytes: float | None  # the largest of all steps and ranks
     held_out: dict[str, float] | None  # the numbers of the last evaluation on held-out data
     starts: int
