@@ -14,7 +14,6 @@ from torch import nn
 
 from hpcfsdp.checkpoint import retention
 from hpcfsdp.checkpoint.format import catalog, disk, schema
-from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
 from hpcfsdp.checkpoint.loading.loader import load
 from hpcfsdp.checkpoint.loading.match import check_patterns
@@ -285,7 +284,7 @@ class CheckpointManager:
             try:
                 return catalog.checkpoint_files(self.directory)
             except OSError as error:
-                raise CheckpointError(f"{self.directory}: the folder cannot be listed: {reason(error)}") from error
+                raise CheckpointError(f"{self.directory}: the folder cannot be listed: {disk.reason(error)}") from error
 
         found = of_rank_0(comm, files)
         passed: tuple[tuple[Path, str], ...] = ()

@@ -11,7 +11,6 @@ from pathlib import Path
 import h5py
 
 from hpcfsdp.checkpoint.format import disk, schema
-from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.checkpoint.format.footer import Footer, read_footer, read_regions
 from hpcfsdp.checkpoint.format.image import KnownRanges
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
@@ -43,7 +42,7 @@ class MemoryBudget:
 
 def unreadable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
     """Return the error of a file or folder that cannot be opened, with its kind."""
-    return CheckpointError(f"{path}: {reason(error)}").of_kind(_KINDS.get(error.errno, "unreadable"))
+    return CheckpointError(f"{path}: {disk.reason(error)}").of_kind(_KINDS.get(error.errno, "unreadable"))
 
 
 @contextlib.contextmanager
@@ -116,7 +115,7 @@ def naming_damage(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {reason(error)}").of_kind("unreadable") from error
+        raise CheckpointError(f"{path}: cannot be read: {disk.reason(error)}").of_kind("unreadable") from error
     except ValueError as error:
         raise CheckpointCorruptError(f"{path}: damaged: {error}") from None
 

@@ -221,18 +221,17 @@ class EntryRequest:
             if answer is not None and name not in found:
                 self._refuse(name)
             if answer is not None and not self._alike(answer, found[name]):
-                raise CheckpointMismatchError(
-                    f"{name!r} may be {dotted(answer.path)!r} or {dotted(found[name].path)!r} in the file, and these "
-                    "differ in shape or dtype: give the state dict the outer keys that it was saved with"
-                )
+                what = f"{name!r} may be {dotted(answer.path)!r} or {dotted(found[name].path)!r} in the file, and these"
+                remedy = "give the state dict the outer keys that it was saved with"
+                raise CheckpointMismatchError(f"{what} differ in shape or dtype: {remedy}")
         return found
 
     def _refuse(self, name: str) -> None:
-        raise CheckpointMismatchError(
-            f"holds {name!r} only under other outer keys, and these do not fit all names of the state dict: use the "
-            "outer keys that it was saved with, or leave out unsaved entries (the first name in the file is "
-            f"{next(iter(self.entries))!r})"
+        what = f"holds {name!r} only under other outer keys, and these do not fit all names of the state dict"
+        remedy = (
+            "use the outer keys that it was saved with, or leave out unsaved entries (the first name in the file is"
         )
+        raise CheckpointMismatchError(f"{what}: {remedy} {next(iter(self.entries))!r})")
 
 
 def _once(pairs: Iterable[tuple[str, StateEntry]]) -> dict[str, StateEntry]:

@@ -18,7 +18,6 @@ import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.footer import Footer, make_footer, packed_bytes
 from hpcfsdp.checkpoint.format.image import SparseImage
-from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import joined_boxes
@@ -62,7 +61,7 @@ class MetadataImage:
 
 
 def build_metadata_image(
-    specs: Iterable[TensorSpec],
+    specs: Iterable[schema.TensorSpec],
     links: Iterable[tuple[str, str]],
     num_extents: int,
     attributes: Mapping[str, Any],
@@ -118,7 +117,7 @@ class _Base:
 
 @functools.lru_cache(maxsize=_KEPT)
 def _base_of(
-    specs: tuple[TensorSpec, ...],
+    specs: tuple[schema.TensorSpec, ...],
     links: tuple[tuple[str, str], ...],
     num_extents: int,
     marks: tuple[tuple[str, np.dtype, tuple[int, ...]], ...],
@@ -186,7 +185,7 @@ def _group_layout() -> h5py.h5p.PropGCID:
     return layout
 
 
-def _tables(specs: Sequence[TensorSpec], links: Sequence[tuple[str, str]]) -> dict[str, np.ndarray]:
+def _tables(specs: Sequence[schema.TensorSpec], links: Sequence[tuple[str, str]]) -> dict[str, np.ndarray]:
     paths = [spec.path.encode() for spec in specs]
     tensors = np.zeros(len(specs), schema.table_dtype(schema.TENSORS, max(map(len, paths), default=0)))
     tensors["path"], tensors["dtype"] = paths, [spec.dtype.encode() for spec in specs]
@@ -215,7 +214,7 @@ def _create_groups(file: h5py.File, known: set[str], paths: Iterable[str]) -> No
             h5py.h5g.create(file.id, group.encode(), links, layout)
 
 
-def _create_tensor(file: h5py.File, spec: TensorSpec, sources: Sequence[VirtualSource]) -> None:
+def _create_tensor(file: h5py.File, spec: schema.TensorSpec, sources: Sequence[VirtualSource]) -> None:
     if len(spec.shape) > schema.MOST_DIMENSIONS:
         what = f"{spec.path} has {len(spec.shape)} dimensions; HDF5 has {schema.MOST_DIMENSIONS} at most: reshape it"
         raise CheckpointError(what)

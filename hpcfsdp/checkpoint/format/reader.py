@@ -10,9 +10,7 @@ import xxhash
 
 from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.access import naming_damage, open_file, read_file_footer
-from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.checkpoint.format.index import CheckpointIndex
-from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 
 _KEPT_BYTES = 64 << 20  # most bytes of rows that a reader keeps, to give parts of them, unless one alone has more
@@ -157,7 +155,7 @@ class BlockReader:
         with naming_damage(self.path):
             return disk.place(self._fd)
 
-    def _overlapping(self, path: str, start: int, numel: int) -> tuple[TensorSpec, list[_Extent]]:
+    def _overlapping(self, path: str, start: int, numel: int) -> tuple[schema.TensorSpec, list[_Extent]]:
         """Return a tensor, and the rows with some of these elements."""
         spec, end = self._index.resolve(path), start + numel
         if not 0 <= start <= end <= spec.numel:
@@ -177,7 +175,7 @@ class BlockReader:
         for start in range(0, spec.numel, step := max(1, schema.BLOCK_BYTES // spec.itemsize)):
             yield self.read(path, start, min(step, spec.numel - start))
 
-    def _read_extent(self, spec: TensorSpec, row: _Extent, start: int, output: np.ndarray) -> None:
+    def _read_extent(self, spec: schema.TensorSpec, row: _Extent, start: int, output: np.ndarray) -> None:
         """Copy the elements of a row that are within the output to it."""
         first, numel = row.start, row.numel
         end = start + len(output)
@@ -198,7 +196,7 @@ class BlockReader:
             if low < high:
                 output[low - start : high - start] = run[low - begin : high - begin]
 
-    def _whole(self, spec: TensorSpec, row: _Extent) -> np.ndarray:
+    def _whole(self, spec: schema.TensorSpec, row: _Extent) -> np.ndarray:
         """Return all elements of a row, count x numel, verified."""
         place = row.file, row.byte_offset
         if place not in self._rows:
@@ -211,7 +209,7 @@ class BlockReader:
             self._kept_bytes += runs.nbytes
         return self._rows[place]
 
-    def _runs(self, spec: TensorSpec, row: _Extent) -> np.ndarray:
+    def _runs(self, spec: schema.TensorSpec, row: _Extent) -> np.ndarray:
         """Read all elements of a row, count x numel."""
         numel, count, stride = row.numel, row.count, row.stride
         runs = np.empty((count, numel), schema.numpy_dtype(spec.dtype))
@@ -225,7 +223,7 @@ class BlockReader:
             some[:] = np.lib.stride_tricks.as_strided(span, some.shape, strides)
         return runs
 
-    def _read_checked(self, spec: TensorSpec, row: _Extent, target: np.ndarray) -> None:
+    def _read_checked(self, spec: schema.TensorSpec, row: _Extent, target: np.ndarray) -> None:
         """Read a row of a single run, all of it or one chunk after the other as `target` has room, and verify it."""
         found, nbytes, data = xxhash.xxh3_64(), row.numel * spec.itemsize, memoryview(target).cast("B")
         for away in range(0, nbytes, _CHUNK_BYTES):
@@ -235,7 +233,7 @@ class BlockReader:
             found.update(chunk)
         self._compare(spec, row, found.intdigest())
 
-    def _fill(self, spec: TensorSpec, row: _Extent, target: np.ndarray | memoryview, away: int = 0) -> None:
+    def _fill(self, spec: schema.TensorSpec, row: _Extent, target: np.ndarray | memoryview, away: int = 0) -> None:
         """Read a row's bytes, from `away` bytes behind its first element on."""
         if row.file:
             self.check_part(row.file)
@@ -243,11 +241,11 @@ class BlockReader:
         try:
             got = disk.read(fd, memoryview(target).cast("B"), row.byte_offset + away)
         except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot read {spec.path}: {reason(error)}") from error
+            raise CheckpointError(f"{self.path}: cannot read {spec.path}: {disk.reason(error)}") from error
         if got < target.nbytes:
             raise CheckpointCorruptError(f"{self.path}: ends in the middle of {spec.path}")
 
-    def _compare(self, spec: TensorSpec, row: _Extent, found: int) -> None:
+    def _compare(self, spec: schema.TensorSpec, row: _Extent, found: int) -> None:
         """Raise unless the checksum of a row's bytes is the one in the table."""
         if found != row.checksum:
             of = f" of {self._index.parts[row.file - 1].name}" if row.file else ""
@@ -258,9 +256,9 @@ class BlockReader:
             )
 
 
-def _group_rows(rows: Iterable[tuple[TensorSpec, _Extent]]) -> Iterator[list[tuple[TensorSpec, _Extent]]]:
+def _group_rows(rows: Iterable[tuple[schema.TensorSpec, _Extent]]) -> Iterator[list[tuple[schema.TensorSpec, _Extent]]]:
     """Group rows that can be read at once: rows of a single run that are adjacent in a file."""
-    group: list[tuple[TensorSpec, _Extent]] = []
+    group: list[tuple[schema.TensorSpec, _Extent]] = []
     expected, nbytes = None, 0
     for spec, row in rows:
         size = row.numel * spec.itemsize

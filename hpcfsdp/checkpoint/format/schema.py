@@ -188,12 +188,11 @@ def attribute(holder: h5py.Group | h5py.Dataset, name: str) -> Any:
         return None
     found = h5py.h5a.open(holder.id, name.encode())
     kind = found.get_type()
-    plain = kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.STRING) and not (
-        isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str()
-    )
-    if not plain or found.get_space().get_simple_extent_type() != h5py.h5s.SCALAR:
+    plain = kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.STRING)
+    if not plain or (isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str()):
         return None
-    return holder.attrs[name] if kind.get_size() <= _MOST_ATTRIBUTE_BYTES else None
+    is_one = found.get_space().get_simple_extent_type() == h5py.h5s.SCALAR
+    return holder.attrs[name] if is_one and kind.get_size() <= _MOST_ATTRIBUTE_BYTES else None
 
 
 def needs_mark(dtype: str) -> bool:

@@ -16,7 +16,6 @@ import numpy as np
 from hpcfsdp.checkpoint.format import entry_names as names, schema
 from hpcfsdp.checkpoint.format.access import MemoryBudget
 from hpcfsdp.checkpoint.format.plain_values import fits, join_arrays
-from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from hpcfsdp.text import json_input
 
@@ -122,17 +121,17 @@ def read_small(values: SmallDatasets) -> dict[str, Any]:
     return {name: values.read(name) for name in names}
 
 
-def read_specs(tensors: np.ndarray, sizes: np.ndarray) -> dict[str, TensorSpec]:
+def read_specs(tensors: np.ndarray, sizes: np.ndarray) -> dict[str, schema.TensorSpec]:
     """Return the tensors of the two tables; raise ValueError where these are invalid."""
     if sizes.ndim != 1 or sizes.dtype.kind != "u":
         raise ValueError(f"{schema.SHAPES} is no list of sizes")
     shape = sizes.tolist()
-    found: dict[str, TensorSpec] = {}
+    found: dict[str, schema.TensorSpec] = {}
     for path, dtype, first, ndim in _rows(schema.TENSORS, tensors):
         name = path.decode()
         if ndim > schema.MOST_DIMENSIONS:
             raise ValueError(f"{name!r} has {ndim} dimensions; a tensor has {schema.MOST_DIMENSIONS} at most")
-        spec = TensorSpec(name, tuple(shape[first : first + ndim]), dtype.decode())
+        spec = schema.TensorSpec(name, tuple(shape[first : first + ndim]), dtype.decode())
         if not schema.supported(spec.dtype) or len(spec.shape) != ndim:
             raise ValueError(f"{name!r} has the dtype {dtype!r} and {ndim} dimensions, which are not known here")
         if found.setdefault(name, spec) is not spec:
@@ -140,7 +139,7 @@ def read_specs(tensors: np.ndarray, sizes: np.ndarray) -> dict[str, TensorSpec]:
     return found
 
 
-def read_links(links: np.ndarray, specs: dict[str, TensorSpec]) -> dict[str, str]:
+def read_links(links: np.ndarray, specs: dict[str, schema.TensorSpec]) -> dict[str, str]:
     """Return the path of each alias; raise ValueError for an unknown tensor, or a path that occurs twice."""
     paths, found = list(specs), {}
     for path, tensor in _rows(schema.LINKS, links):

@@ -9,7 +9,6 @@ import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex
 from hpcfsdp.checkpoint.format.reader import BlockReader
-from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.inspect.names import match_names, matching
 from hpcfsdp.checkpoint.inspect.stats import Advance, decoded, ignore, iter_pieces
 
@@ -91,7 +90,7 @@ class Difference:
 
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
-    reshaped: tuple[tuple[str, TensorSpec, TensorSpec], ...] = ()
+    reshaped: tuple[tuple[str, schema.TensorSpec, schema.TensorSpec], ...] = ()
     retied: tuple[tuple[str, str, str], ...] = ()
     changed: tuple[ChangedTensor, ...] = ()
     values: tuple[tuple[str, Any, Any], ...] = ()
@@ -180,7 +179,7 @@ def _changed(
 
 def compare_tensor(
     path: str,
-    spec: TensorSpec,
+    spec: schema.TensorSpec,
     blocks: Iterable[tuple[np.ndarray, np.ndarray]],
     tolerance: Tolerance = EXACT,
     advance: Advance = ignore,

@@ -11,7 +11,6 @@ import numpy as np
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex
 from hpcfsdp.checkpoint.format.reader import BlockReader
-from hpcfsdp.checkpoint.format.schema import TensorSpec
 
 
 def decoded(block: np.ndarray, dtype: str) -> np.ndarray:
@@ -137,7 +136,7 @@ def statistics(blocks: Iterable[np.ndarray], dtype: str) -> Statistics:
 
 def file_statistics(
     index: CheckpointIndex, reader: BlockReader, paths: Iterable[str], advance: Advance = ignore
-) -> Iterator[tuple[TensorSpec, Statistics]]:
+) -> Iterator[tuple[schema.TensorSpec, Statistics]]:
     """Yield statistics of tensors of a file, one after the other; not collective.
 
     `advance` is called with the number of bytes read. Raise CheckpointCorruptError for damage.

@@ -10,11 +10,9 @@ import numpy as np
 
 from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.access import open_file, open_hdf5, read_bytes, read_file_footer, read_file_regions
-from hpcfsdp.checkpoint.format.disk import reason
 from hpcfsdp.checkpoint.format.footer import Footer, packed_bytes
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, elements_in, open_index
 from hpcfsdp.checkpoint.format.reader import BlockReader
-from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.format.small_values import odd_hyper_parameters
 from hpcfsdp.checkpoint.inspect.stats import Advance, ignore, iter_pieces
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
@@ -88,7 +86,7 @@ def _structure_faults(index: CheckpointIndex, fd: int) -> list[Damage]:
         raise
     except Exception as error:  # h5py raises half a dozen types on damaged files
         if isinstance(error, OSError) and error.errno:
-            raise CheckpointError(f"{index.info.path}: cannot be read: {reason(error)}") from error
+            raise CheckpointError(f"{index.info.path}: cannot be read: {disk.reason(error)}") from error
         return [Damage("", f"HDF5 cannot read it: {str(error) or type(error).__name__}")]
 
 
@@ -122,7 +120,7 @@ def _differences(index: CheckpointIndex, file: h5py.File) -> Iterator[Damage]:
         yield Damage(schema.PARAM_GROUPS, what)
 
 
-def _tensor_differences(index: CheckpointIndex, spec: TensorSpec, dataset: h5py.Dataset) -> Iterator[Damage]:
+def _tensor_differences(index: CheckpointIndex, spec: schema.TensorSpec, dataset: h5py.Dataset) -> Iterator[Damage]:
     if dataset.shape != spec.shape:
         yield Damage(spec.path, f"has shape {dataset.shape} in HDF5, and {spec.shape} in the table of tensors")
         return
