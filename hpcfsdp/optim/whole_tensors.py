@@ -23,9 +23,8 @@ from hpcfsdp.optim.whole_params import WholeParam, local_grad, local_part, whole
 from hpcfsdp.reshard.owners import Sharding, choose_owners
 from hpcfsdp.reshard.redistribute import all_of
 from hpcfsdp.state.model import communicator_of, named_flat_params
-from hpcfsdp.state.optim.initial import needs_closure, states_of_first_step
 from hpcfsdp.state.optim.keys import hyper
-from hpcfsdp.state.optim.values import digest, picklable
+from hpcfsdp.state.optim.values import digest, needs_closure, picklable, states_of_first_step
 from hpcfsdp.state.tensors import is_whole_state, mark_whole_state
 from hpcfsdp.units.own import hidden_fqn, label
 

@@ -6,34 +6,30 @@ parameter for a whole one. These call torch's for all other models.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint.state_dict as stock
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.fsdp import (
-    FullStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, StateDictType
 
 from hpcfsdp._compat import IncompatibleKeys
 from hpcfsdp.comm import communicator_for, raise_together
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.state.load import load_model
-from hpcfsdp.state.model import ranks_of_model
+from hpcfsdp.state.model import communicator_of, ranks_of_model
 from hpcfsdp.state.optim import load, save
-from hpcfsdp.state.optim.initial import initial_state
 from hpcfsdp.state.optim.keys import StepsWholeTensors, get_aliases, get_param_to_fqns, hyper
 from hpcfsdp.state.optim.load_plan import merged
-from hpcfsdp.state.optim.values import place_steps, same
+from hpcfsdp.state.optim.values import place_steps, same, states_of_first_step
 from hpcfsdp.state.rank0 import broadcast_values
 from hpcfsdp.state.settings import StateDictFormat, state_dict_type
 from hpcfsdp.state.wrappers import clean_fqn, with_clean_names
@@ -59,11 +55,37 @@ def _or_torchs(function: Function) -> Function:
 
 
 @contextlib.contextmanager
+def initial_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Return a context in which an optimizer that has no state on any rank has that of its first step.
+
+    Collective over all ranks of a model with units, and of an optimizer of whole tensors. After it the optimizer is as
+    it was, or as it has been loaded.
+    """
+    whole = isinstance(optimizer, StepsWholeTensors)
+    ranks = ranks_of_model(model) if units_in(model) else communicator_of(model) if whole else None
+    has_begun = any(optimizer.state.values())
+    if any(ranks.all_gather_object(has_begun)) if ranks is not None else has_begun:
+        yield
+        return
+    if isinstance(optimizer, StepsWholeTensors):
+        made = optimizer.initial_state()
+    else:
+        with contextlib.nullcontext() if ranks is None else raise_together(ranks):
+            made = states_of_first_step(optimizer)
+    before = optimizer.state
+    shown = optimizer.state = collections.defaultdict(dict, made)
+    try:
+        yield
+    finally:
+        if optimizer.state is shown:
+            optimizer.state = before
+
+
+@contextlib.contextmanager
 def _optimizers_ready(given: dict[str, Any]) -> Iterator[None]:
     """Return a context for torch's function: optimizers have their first state, and groups are those of a state dict.
 
-    Args:
-        given: its arguments, which are changed to what it takes.
+    Its arguments, `given`, are changed to what it takes.
     """
     model, options = given["model"], given.get("options") or StateDictOptions()
     given["optimizers"] = optimizers = _listed(given["optimizers"])
@@ -148,15 +170,21 @@ def get_model_state_dict(
         options: torch's own. ``full_state_dict`` with ``cpu_offload`` gives it to rank 0 alone, an empty one to others.
     """
     options = _checked(options)
-    with _state_dict_type(model, options):
+    offload, is_full = options.cpu_offload, options.full_state_dict
+    config: FullStateDictConfig | ShardedStateDictConfig = ShardedStateDictConfig(offload, _use_dtensor=True)
+    if is_full:
+        config = FullStateDictConfig(offload, rank0_only=offload)
+    kind = StateDictType.FULL_STATE_DICT if is_full else StateDictType.SHARDED_STATE_DICT
+    with state_dict_type(model, kind, config):
         found = with_clean_names(model.state_dict())
-    if options.full_state_dict and options.cpu_offload and ranks_of_model(model).rank != 0:
+    if is_full and offload and ranks_of_model(model).rank != 0:
         return {}
-    if options.cpu_offload:
+    if offload:
         found = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
     if options.ignore_frozen_params:
-        frozen = _frozen(model)
-        found = {key: value for key, value in found.items() if key not in frozen}
+        names_of, aliases = get_param_to_fqns(model).items(), get_aliases(model)
+        frozen = {name for param, names in names_of if not param.requires_grad for name in names}
+        found = {key: value for key, value in found.items() if aliases.get(key, key) not in frozen}
     return _within(model, submodules, found, options) if submodules else found
 
 
@@ -181,8 +209,7 @@ def get_optimizer_state_dict(
     """
     if submodules:
         raise StateDictError(
-            "submodules is not supported for optimizers: take the state dict of all parameters and keep the names you "
-            "want"
+            "submodules is not supported for optimizers: take the state of all parameters and keep the names you want"
         )
     options = _checked(options)
     form = StateDictFormat(
@@ -215,8 +242,8 @@ def get_state_dict(
 
     Arguments are those of ``get_model_state_dict`` (`submodules`, `options`) and ``get_optimizer_state_dict``.
     """
-    weights = get_model_state_dict(model, submodules=submodules, options=options)
-    return weights, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+    chosen: dict[str, Any] = {"submodules": submodules, "options": options}
+    return get_model_state_dict(model, **chosen), get_optimizer_state_dict(model, optimizers, **chosen)
 
 
 @public_call("set_model_state_dict")
@@ -322,13 +349,8 @@ def flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def unflatten(state_dict: Mapping[str, Any], groups: Iterable[Sequence[str]]) -> dict[str, Any]:
-    """Undo ``flatten``.
-
-    Args:
-        groups: the names of the parameters in each group of the optimizer.
-    """
-    groups = [list(names) for names in groups]
+def unflatten(state_dict: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:
+    """Undo ``flatten`` for an optimizer with parameters of these names in its groups."""
     known = {name for names in groups for name in names}
     by_kind: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for full_key, value in state_dict.items():
@@ -336,16 +358,15 @@ def unflatten(state_dict: Mapping[str, Any], groups: Iterable[Sequence[str]]) ->
         name, key = _split(rest, known)
         if kind in by_kind and name:
             by_kind[kind].setdefault(name, {})[key] = value
-    found: list[dict[str, Any]] = []
+    found, hypers = [], by_kind["param_groups"]
     for names in groups:
-        hypers = [by_kind["param_groups"].get(name, {}) for name in names]
-        odd = next((name for name, hyper in zip(names, hypers, strict=True) if not same(hyper, hypers[0])), None)
+        first: dict[str, Any] = hypers.get(names[0], {}) if names else {}
+        odd = next((name for name in names if not same(hypers.get(name, {}), first)), None)
         if odd is not None:
             raise StateDictError(
-                f"{odd!r} and {names[0]!r} of one parameter group have different hyper-parameters: "
-                f"{by_kind['param_groups'].get(odd)} and {hypers[0]}"
+                f"{odd!r} and {names[0]!r} of one group have different hyper-parameters: {hypers.get(odd)} and {first}"
             )
-        found.append({**(hypers[0] if hypers else {}), "params": names})
+        found.append({**first, "params": names})
     return {"state": by_kind["state"], "param_groups": found}
 
 
@@ -390,22 +411,6 @@ def _checked(options: StateDictOptions | None) -> StateDictOptions:
     if options.broadcast_from_rank0 and not options.full_state_dict:
         raise StateDictError("broadcast_from_rank0 needs full_state_dict=True: rank 0 has whole tensors")
     return options
-
-
-def _state_dict_type(model: nn.Module, options: StateDictOptions) -> contextlib.AbstractContextManager[None]:
-    offload = options.cpu_offload
-    if options.full_state_dict:
-        whole = FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
-        return state_dict_type(model, StateDictType.FULL_STATE_DICT, whole)
-    sharded = ShardedStateDictConfig(offload_to_cpu=offload, _use_dtensor=True)
-    return state_dict_type(model, StateDictType.SHARDED_STATE_DICT, sharded)
-
-
-def _frozen(model: nn.Module) -> set[str]:
-    """Return the names of parameters that are not trained, tied names too."""
-    fqns = get_param_to_fqns(model)
-    found = {name for param, names in fqns.items() if not param.requires_grad for name in names}
-    return found | {alias for alias, name in get_aliases(model).items() if name in found}
 
 
 def _within(

@@ -36,6 +36,9 @@ class Inventory:
     tensors: tuple[torch.Tensor, ...]
 
 
+_PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer}
+
+
 class _Unusual(Exception):
     """Something that needs the general way."""
 
@@ -45,9 +48,6 @@ def take_inventory(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
 
     These are modules of ``fully_shard``, DTensors and other kinds of tensors, memory that is not contiguous, state that
     is no tensor, or of whole tensors that ranks own, and whatever the general way refuses.
-
-    Raises:
-        EngineError: a user has assigned data that does not fit the shard.
     """
     taking = _Taking()
     try:
@@ -111,9 +111,15 @@ class _Taking:
                 if number is None:
                     raise _Unusual
                 self.facts.append(number)
-                if state is not None:
-                    count += 1
-                    self._state(state)
+                if state is None:
+                    continue
+                if not isinstance(state, Mapping):
+                    raise _Unusual
+                count += 1
+                self.facts.append(len(state))
+                for key, value in state.items():
+                    self.facts += (key,) if value is not None else (key, None)
+                    self._add([value] if value is not None else ())
         if count != len(states):  # some of it belongs to no parameter
             raise _Unusual
 
@@ -129,20 +135,7 @@ class _Taking:
             self.facts += map(self._numbers.get, owned)
             self._add([flat.parameter])
 
-    def _state(self, state: Any) -> None:
-        if not isinstance(state, Mapping):
-            raise _Unusual
-        self.facts.append(len(state))
-        for key, value in state.items():
-            self.facts.append(key)
-            if value is None:
-                self.facts.append(None)
-            elif isinstance(value, torch.Tensor):
-                self._add([value])
-            else:
-                raise _Unusual
-
-    def _add(self, tensors: Iterable[torch.Tensor]) -> None:
+    def _add(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
             if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
                 raise _Unusual
@@ -150,6 +143,3 @@ class _Taking:
                 raise _Unusual
             self.facts += (tensor.shape, tensor.dtype, tensor.device)
             self.tensors.append(tensor.detach())
-
-
-_PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer}

@@ -26,22 +26,17 @@ from hpcfsdp.reshard.sharded_tensors import fill_block
 from hpcfsdp.state.load_plan import Hook, Incoming, ModelLoadPlan, equal, own_hook
 from hpcfsdp.state.model import has_extra_state, ranks_of_model
 from hpcfsdp.state.rank0 import FROM_RANK0, Rank0Source, checked
-from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.state.tensors import Rank0Tensor
+from hpcfsdp.state.shown import digest_of
+from hpcfsdp.state.tensors import LocalShards, Rank0Tensor
 from hpcfsdp.state.transfer import scatter
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.units import summon
-from hpcfsdp.units.flat_unit import WRAPPED, FlatUnit, flat_param_name
+from hpcfsdp.units.flat_unit import FlatUnit, clean_path, flat_param_name
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 
 class Agreed(NamedTuple):
-    """Facts that all ranks have exchanged before a state dict is loaded.
-
-    Attributes:
-        units: that have hooks to be called, on any rank.
-        names_differ: whether a rank has names on one side alone.
-    """
+    """What all ranks know before they load: the units with hooks on any of them, and whether names differ on one."""
 
     units: list[FlatUnit]
     names_differ: bool
@@ -68,19 +63,8 @@ def load_model(
     If names are refused after loading, as hooks could have forgiven them, parameters, persistent buffers and extra
     states are restored; other changes that modules have made to themselves stay.
 
-    Args:
-        module: a unit, or a module that holds units.
-        state_dict: see ``StateDictMethods.load_state_dict``.
-        strict: all names must be there, and no others.
-        assign: not supported.
-        from_rank0: the first rank alone has the state dict, of whole tensors; that of other ranks is ignored.
-
-    Returns:
-        A named tuple of missing_keys and unexpected_keys.
-
-    Raises:
-        EngineError: a unit is at work, or summoned.
-        StateDictError: on every rank, see ``StateDictMethods.load_state_dict``; or there is no unit.
+    Arguments, result and errors are those of ``StateDictMethods.load_state_dict``; with `from_rank0` the first rank
+    alone has the state dict, of whole tensors, and that of other ranks is ignored.
     """
     plan, first = ModelLoadPlan(module), Rank0Source(module) if from_rank0 else None
 
@@ -93,7 +77,7 @@ def load_model(
             values, metadata = checked(state_dict, FROM_RANK0), getattr(state_dict, "_metadata", None)
         plan.read(values, "", metadata)
         # Hooks may forgive names, and are called when everything is loaded.
-        plan.check(names=strict and not plan.has_hooks)
+        plan.check(names=strict and not (plan.hooks_at_rest or any(plan.hooks.values())))
 
     agreed, found = agree(plan, read), IncompatibleKeys(plan.missing, plan.unexpected)
     undo = None
@@ -113,13 +97,7 @@ def load_model(
 
 
 def agree(plan: ModelLoadPlan, read: Callable[[], None]) -> Agreed:
-    """Have all ranks read, and compare what they are about to load. Collective over the ranks of the model.
-
-    Raises:
-        EngineError: on every rank, if a unit is at work, or summoned, on any of them.
-        StateDictError: on every rank, if something is wrong on any of them; there is no unit.
-        Exception: on this rank, raised by `read`.
-    """
+    """Have all ranks read and compare, or raise what is wrong on any of them. Collective over the model's ranks."""
     ranks = ranks_of_model(plan.module)
     with raise_together(ranks):  # what follows is collective, and one rank alone may be at work
         for unit in plan.units:
@@ -135,11 +113,11 @@ def agree(plan: ModelLoadPlan, read: Callable[[], None]) -> Agreed:
     except Exception as error:
         problem = error
     turns = [turn for turn, hooks in enumerate(plan.hooks.values()) if hooks]
-    message = None if problem is None else str(problem)
-    everyone = ranks.all_gather_object((message, plan.digest, turns, plan.names_differ))
+    message, digest = None if problem is None else str(problem), digest_of(sorted(plan.facts.items()))
+    everyone = ranks.all_gather_object((message, digest, turns, bool(plan.missing or plan.unexpected)))
     if problem is None:
         wrong = next((f"rank {rank}: {text}" for rank, (text, *_) in enumerate(everyone) if text is not None), None)
-        if wrong is None and any(digest != plan.digest for _, digest, *_ in everyone):
+        if wrong is None and any(other != digest for _, other, *_ in everyone):
             wrong = _difference(ranks.all_gather_object(plan.facts))
         problem = None if wrong is None else StateDictError(wrong)
     if isinstance(problem, HpcfsdpError):
@@ -165,8 +143,10 @@ def commit(plan: ModelLoadPlan, first: Rank0Source | None) -> None:
     """Copy the values that have been found. Collective over the ranks of the model."""
     for unit in plan.units:
         for flat in unit.sharded_params:
-            if flat in plan.found:
-                _fill(plan.sharded[flat], flat, _one_slot(flat), [plan.found[flat]])
+            if flat in plan.found:  # as one parameter
+                slot = ParamSlot(flat_param_name(0), (flat.layout.used_numel,), 0)
+                layout = dataclasses.replace(flat.layout, slots=(slot,))
+                _fill(plan.sharded[flat], flat, layout, [plan.found[flat]])
             else:
                 _fill(unit.mesh, flat, flat.layout, [plan.found.get(leaf) for leaf in flat.leaves])
     with torch.no_grad():
@@ -202,17 +182,7 @@ def _arrived(incoming: Incoming, first: Rank0Source | None) -> torch.Tensor:
 
 
 def finish(plan: ModelLoadPlan, agreed: Agreed, keys: Any) -> None:
-    """Give modules their extra states, and call hooks, when values are there. Collective over the ranks of the model.
-
-    Hooks of modules find whole parameters, and their changes to them stay.
-
-    Args:
-        keys: missing and unexpected ones, passed to hooks, which may change them.
-
-    Raises:
-        StateDictError: a hook has returned something.
-        Exception: on every rank, raised by a module on one of them.
-    """
+    """Give modules extra states, and call hooks, which may change values and `keys`. Collective over the model."""
     ranks = ranks_of_model(plan.module)
     with raise_together(ranks):
         for module, state in plan.states:
@@ -234,10 +204,7 @@ def _call(hooks: list[Hook], keys: Any) -> None:
 
 
 def _undoing(plan: ModelLoadPlan) -> Callable[[], None]:
-    """Return a function that restores the tensors and extra states of the model from a copy of this rank's part.
-
-    Non-persistent buffers are not copied: they are no part of a state dict.
-    """
+    """Return a function that restores what is in a state dict of the model from a copy of this rank's part."""
     tensors = [flat.parameter.data for unit in plan.units for flat in unit.sharded_params]
     before = [(tensor, tensor.detach().clone()) for tensor in (*tensors, *plan.plain)]
     inside = {module for unit in plan.units for module in unit.wrapper.modules()}
@@ -279,20 +246,13 @@ def _fill(mesh: UnitMesh, flat: FlatParam, layout: FlatLayout, values: list[Any]
         shard.copy_(target)
 
 
-def _one_slot(flat: FlatParam) -> FlatLayout:
-    """Return the layout of a flat parameter as one parameter."""
-    return dataclasses.replace(flat.layout, slots=(ParamSlot(flat_param_name(0), (flat.layout.used_numel,), 0),))
-
-
 _WAITING = "_hpcfsdp_waiting"
-"""Where a module that loads a state dict keeps the units inside of it that are to be loaded."""
+"""Where a module that loads a state dict keeps an object that the call alone hands to all modules, and the units that
+it has come to."""
 
 
 class _MetadataProbe(nn.Module):
-    """Stands in place of a module: notes the metadata that it is handed, and loads nothing.
-
-    Torch keeps the versions of modules that a state dict has to itself, and hands each module its own.
-    """
+    """Stands in place of a module: notes the metadata that torch hands to it alone, and loads nothing."""
 
     def __init__(self, found: dict[str, Any]) -> None:
         super().__init__()
@@ -312,14 +272,7 @@ class _MetadataProbe(nn.Module):
 
 
 class LoadWithin:
-    """A unit's part of the state dict, until all parts are known.
-
-    Args:
-        state_dict: in which names begin with `prefix`.
-        metadata: of the unit itself.
-        missing, unexpected: added to, as by any module that loads its part.
-        errors: what other modules refuse, when torch has been through all of them.
-    """
+    """A unit's part of a state dict until all parts are known. Arguments are those of ``_load_from_state_dict``."""
 
     def __init__(
         self,
@@ -333,16 +286,15 @@ class LoadWithin:
     ) -> None:
         self.unit, self.module = unit, unit.wrapper
         self.plan, self.keys = ModelLoadPlan(self.module), IncompatibleKeys(missing, unexpected)
-        self._prefix, self._errors = prefix, errors
+        self._prefix, self._errors = prefix, errors  # what other modules refuse, when torch has been through all
         self._problem: Exception | None = None
         self._values = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         self._metadata: dict[str, Any] = {prefix[:-1]: metadata} if metadata else {}
         probe = _MetadataProbe(self._metadata)
         # Wrappers take their own names out of keys, and some leave them in the metadata.
         for path, _ in self.module.named_modules(remove_duplicate=False):
-            probe.add(path)
-            probe.add(".".join(part for part in path.split(".") if part != WRAPPED))
-            probe.add(clean_fqn(path))
+            for written in (path, clean_path(path), clean_fqn(path)):
+                probe.add(written)
         for key in self._values:
             probe.add(key[len(prefix) :].rpartition(".")[0])
         own = self.module.__dict__
@@ -367,13 +319,7 @@ class LoadWithin:
         self.keys.unexpected_keys.extend(self.plan.unexpected)
 
     def agree(self) -> Agreed:
-        """Compare what ranks are about to load. Collective over the ranks of the unit.
-
-        Raises:
-            EngineError: a unit is at work, or summoned.
-            StateDictError: on every rank, if the values do not fit on one of them, or differ, or if other modules have
-                refused theirs.
-        """
+        """Compare what ranks are about to load, and whether modules refuse theirs. Collective over the unit's ranks."""
 
         def found() -> None:
             if self._problem is not None:
@@ -382,17 +328,6 @@ class LoadWithin:
                 raise StateDictError("\n\t".join(["Error(s) in loading state_dict:", *self._errors]))
 
         return agree(self.plan, found)
-
-
-class _Waiting(NamedTuple):
-    """The units that one call of ``load_state_dict`` has come to.
-
-    Attributes:
-        call: an object that this call alone hands to all modules.
-    """
-
-    call: object
-    parts: list[LoadWithin]
 
 
 def _load_all(parts: list[LoadWithin]) -> None:
@@ -435,10 +370,7 @@ def _load_all(parts: list[LoadWithin]) -> None:
 @own_hook
 @public_call("load_state_dict")
 def load_when_known(wrapper: Any, _incompatible_keys: Any) -> None:
-    """Read a unit's part, if a module around it loads a state dict; all units are loaded at the end of that.
-
-    Torch calls it when it has been through all that is inside of the unit, the first of hooks.
-    """
+    """Read a unit's part when torch has been through all inside of it; all units are loaded at the end."""
     within = wrapper.__dict__.pop("_load_within", None)
     if within is None:
         return
@@ -447,10 +379,10 @@ def load_when_known(wrapper: Any, _incompatible_keys: Any) -> None:
     if root is None or root is part.module:  # no module around it is known
         _load_all([part])
         return
-    waiting = root.__dict__.get(_WAITING)
-    if waiting is None or waiting.call is not call:  # an earlier call that failed has left its own
-        waiting = root.__dict__[_WAITING] = _Waiting(call, [])
-    waiting.parts.append(part)
+    started, parts = root.__dict__.get(_WAITING, (None, ()))
+    if started is not call:  # an earlier call that failed has left its own
+        _, parts = root.__dict__[_WAITING] = call, []
+    parts.append(part)
     if load_waiting not in root._load_state_dict_post_hooks.values():
         handle = root.register_load_state_dict_post_hook(load_waiting)
         root._load_state_dict_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
@@ -459,10 +391,7 @@ def load_when_known(wrapper: Any, _incompatible_keys: Any) -> None:
 @own_hook
 @public_call("load_state_dict")
 def load_waiting(root: nn.Module, _incompatible_keys: Any) -> None:
-    """Load them, all or none. Collective over the ranks of the units in `root`, when it has loaded a state dict.
-
-    A hook that stays, for torch is going through the hooks when it is called.
-    """
-    waiting = root.__dict__.pop(_WAITING, None)
-    if waiting is not None:
-        _load_all(waiting.parts)
+    """Load all units in `root`, or none. Collective over their ranks. It stays: torch is going through hooks."""
+    if _WAITING in root.__dict__:
+        _, parts = root.__dict__.pop(_WAITING)
+        _load_all(parts)

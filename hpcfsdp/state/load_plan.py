@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from hpcfsdp.state.settings import kind_of
 from hpcfsdp.state.shown import (
     StandIn,
     check_source,
-    digest_of,
     facts_of,
     flat_params_shown,
     is_extra_state,
@@ -43,12 +42,11 @@ Place = tuple[nn.Module, str]
 
 @dataclass(eq=False)
 class Incoming:
-    """A tensor that a module is to hold, at one place or several.
+    """A tensor that a module is to hold, at one place or several, on a device and in a dtype.
 
     Attributes:
         source: the tensor itself, in memory of its own; or a ``DTensor`` or ``Rank0Tensor`` of the state dict.
         is_here: whether it is the former; ranks make the latter whole together.
-        device, dtype: of the tensor in the module.
         requires_grad: that of a parameter, None for a buffer.
     """
 
@@ -61,13 +59,7 @@ class Incoming:
 
 @dataclass(frozen=True)
 class New:
-    """A tensor that a module holds since it has begun to read.
-
-    Attributes:
-        tensor: the one that is there now.
-        made: the one that was there when torch began to load into it; None if the module has put it there afterwards.
-        is_param, is_persistent: how it is registered.
-    """
+    """A tensor that a module holds since it has begun to read; `made` is the one into which torch loads, if any."""
 
     place: Place
     tensor: torch.Tensor
@@ -94,24 +86,14 @@ class Registries:
         self.made: dict[Place, torch.Tensor] = {}
         """Registered by hooks before loading: torch loads into them."""
 
-    @contextlib.contextmanager
-    def watched(self, module: nn.Module) -> Iterator[None]:
-        """Return a context in which a module loads its own part, after hooks of its own."""
-        key, hooks = object(), module._load_state_dict_pre_hooks
-        hooks[key] = lambda *_: self.made.update(self._new(module))  # type: ignore[index]
-        try:
-            yield
-        finally:
-            hooks.pop(key, None)  # type: ignore[call-overload]
-
     def remove_new(self, kept: Container[Place]) -> list[New]:
         """Have modules hold what they held before, but at the places `kept`. Returns the tensors that were new."""
         found = []
         for module, (params, buffers) in self._before.items():
-            for place, now in self._new(module):
-                name = place[1]
+            for place, now in self.new_in(module):
                 if place in kept:
                     continue
+                _, name = place
                 is_param, is_persistent = name in module._parameters, name not in module._non_persistent_buffers_set
                 found.append(New(place, now, self.made.get(place), is_param, is_persistent))
                 registry, before = (module._parameters, params) if is_param else (module._buffers, buffers)
@@ -122,7 +104,8 @@ class Registries:
                     module._non_persistent_buffers_set.discard(name)
         return found
 
-    def _new(self, module: nn.Module) -> list[tuple[Place, torch.Tensor]]:
+    def new_in(self, module: nn.Module) -> list[tuple[Place, torch.Tensor]]:
+        """Return the tensors that a module holds since then, and where."""
         params, buffers = self._before.get(module, ({}, {}))
         return [
             ((module, name), now)
@@ -133,11 +116,7 @@ class Registries:
 
 
 class LentTensors:
-    """Copies of the tensors that are given to a module with a loading method of its own.
-
-    Modules assign what they are given. Such a method may go on to write to its parameters, which would be the caller's
-    tensors.
-    """
+    """Copies of what is given to a module with a loading method of its own, which may write to what it assigns."""
 
     def __init__(self, module: nn.Module, given: dict[str, Any], prefix: str) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -173,14 +152,8 @@ def own_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-@dataclass
-class _Placeholder:
-    """A tensor that a module holds while a state dict is read.
-
-    Attributes:
-        target: the parameter of a unit, flat parameter, or other tensor that it is shown for.
-        tensor: a blank without memory, or a copy of a tensor that no unit owns, to which a module may write.
-    """
+class _Placeholder(NamedTuple):
+    """What a module holds for a `target` while it reads: a blank without memory, or for no unit's a copy."""
 
     target: Any
     tensor: torch.Tensor
@@ -199,8 +172,7 @@ class ModelLoadPlan:
         states: extra states that modules are to be given.
         hooks: of the modules of each unit, inner units first: called when values are there, with whole parameters.
         hooks_at_rest: of other modules, and of wrappers: called after these.
-        replaced: tensors that a module is to hold in place of buffers of another shape, or where it held none: how to
-            put each there, and the tensor.
+        replaced: how to put a tensor where a module holds a buffer of another shape, or held none; and the tensor.
         missing, unexpected, errors: as of ``nn.Module.load_state_dict``.
     """
 
@@ -217,7 +189,7 @@ class ModelLoadPlan:
     _shown: dict[Place, _Placeholder] = field(default_factory=dict)
     _metadata: Mapping[str, Any] = field(default_factory=dict)
     _names: dict[nn.Module, str] = field(default_factory=dict)
-    _registries: Registries | None = None
+    _registries: Registries = field(init=False)
     _is_empty: bool = False
 
     @property
@@ -226,10 +198,7 @@ class ModelLoadPlan:
 
     @functools.cached_property
     def sharded(self) -> dict[Any, UnitMesh]:
-        """Parameters of units, and flat ones, with the mesh that they are sharded over.
-
-        Tensor-parallel ranks share no flat parameters.
-        """
+        """Parameters of units, and flat ones, which tensor-parallel ranks do not share, with their meshes."""
         found: dict[Any, UnitMesh] = {}
         for unit in self.units:
             for flat in unit.sharded_params:
@@ -242,22 +211,12 @@ class ModelLoadPlan:
         """Persistent buffers, and parameters that no unit owns."""
         return list(dict.fromkeys(s.target for s in self._shown.values() if s.target not in self.sharded))
 
-    @property
-    def digest(self) -> str:
-        """A short text that is the same on all ranks if `facts` are."""
-        return digest_of(sorted(self.facts.items()))
-
     def read(self, values: Mapping[str, Any], prefix: str, metadata: Any, *, within: bool = False) -> None:
-        """Find where each of `values` goes. Not collective.
+        """Find where each of `values` goes, tensors of any kind and extra states by name. Not collective.
 
         Args:
-            values: tensors, ``ShardedTensor``, ``DTensor`` or ``Rank0Tensor`` by name, and extra states.
-            prefix: of the module's names.
             metadata: versions of modules, as ``nn.Module.state_dict`` attaches them; None if there are none.
             within: a module around this one loads, and calls the hooks of this one for the time after loading.
-
-        Raises:
-            StateDictError: two names are one without those of wrappers.
         """
         for unit in self.units:
             for flat in unit.sharded_params:
@@ -278,59 +237,39 @@ class ModelLoadPlan:
                 self._visit(self.module, given, prefix, self.hooks_at_rest)
             finally:
                 new = self._registries.remove_new(self._shown)
-            self._find_written(self._registries)
+            self._find_written()
             self._find_new(new)
         if within:
             self.hooks_at_rest = [(module, hook) for module, hook in self.hooks_at_rest if module is not self.module]
         self.missing[:] = [clean_fqn(key, prefix) for key in self.missing]
         self.unexpected[:] = [clean_fqn(key, prefix) for key in self.unexpected]
 
-    @property
-    def names_differ(self) -> bool:
-        """Whether there are names on one side alone, which hooks may forgive when they are called after loading."""
-        return bool(self.missing or self.unexpected)
-
-    @property
-    def has_hooks(self) -> bool:
-        return bool(self.hooks_at_rest or any(self.hooks.values()))
-
     def check(self, *, names: bool) -> None:
-        """Raise a ``StateDictError`` with all errors, in the words of ``nn.Module``.
-
-        Args:
-            names: report missing and unexpected ones, too.
-        """
-        wrong = [*(self._wrong_names() if names else ()), *self.errors]
-        if wrong:
-            what = f"Error(s) in loading state_dict for {type(self.module).__name__}:"
-            raise StateDictError("\n\t".join([what, *wrong]))
-
-    def _wrong_names(self) -> list[str]:
-        lines = []
-        for what, keys in (("Missing", self.missing), ("Unexpected", self.unexpected)):
+        """Raise a ``StateDictError`` with all errors, and wrong `names`, in the words of ``nn.Module``."""
+        lines, missing, unexpected = [], self.missing if names else [], self.unexpected if names else []
+        for what, keys in (("Missing", missing), ("Unexpected", unexpected)):
             if keys:
                 quoted = ", ".join(f'"{key}"' for key in keys)
                 lines.append(f"{what} key(s) in state_dict: {quoted}. ")
-        if self.missing and self._is_empty:
+        if missing and self._is_empty:
             lines.append(f"The state dict is empty: {FROM_RANK0}.")
         flat = flat_param_name(0)
-        lacks, has = (any(key.rpartition(".")[2] == flat for key in keys) for keys in (self.missing, self.unexpected))
+        lacks, has = (any(key.rpartition(".")[2] == flat for key in keys) for keys in (missing, unexpected))
         if lacks != has:
             when = "is LOCAL_STATE_DICT, and was not" if lacks else "is not LOCAL_STATE_DICT, and was"
             lines.append(f"The state_dict_type {when} when the state dict was made: set the same one.")
-        return lines
+        if lines or self.errors:
+            what = f"Error(s) in loading state_dict for {type(self.module).__name__}:"
+            raise StateDictError("\n\t".join([what, *lines, *self.errors]))
 
-    @contextlib.contextmanager
-    def _blank(self, unit: FlatUnit) -> Iterator[None]:
+    def _blank(self, unit: FlatUnit) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the modules of a unit have parameters without memory or value."""
         if kind_of(unit, unit.state_dict_settings.state_dict_type) is StateDictType.LOCAL_STATE_DICT:
-            sharded_params = unit.sharded_params
-            blanks = {flat: _blank_param((flat.layout.used_numel,), flat.layout.dtype) for flat in sharded_params}
-            for index, flat in enumerate(sharded_params):
+            flats = unit.sharded_params
+            blanks = {flat: _blank_param((flat.layout.used_numel,), flat.layout.dtype) for flat in flats}
+            for index, flat in enumerate(flats):
                 self._shown[unit.flat_owner, flat_param_name(index)] = _Placeholder(flat, blanks[flat])
-            with flat_params_shown(unit, blanks):
-                yield
-            return
+            return flat_params_shown(unit, blanks)
         values = {
             leaf: _blank_param(slot.whole_shape, flat.layout.dtype)
             for flat in unit.sharded_params
@@ -339,15 +278,11 @@ class ModelLoadPlan:
         for entry in unit.own.entries:
             for place in entry.places:
                 self._shown[place] = _Placeholder(entry.param, values[entry.param])
-        with orig_params_shown(unit, values):
-            yield
+        return orig_params_shown(unit, values)
 
     @contextlib.contextmanager
     def _plain(self) -> Iterator[None]:
-        """Return a context in which modules have copies of buffers and of parameters that no unit owns.
-
-        After it everything is where it was.
-        """
+        """Return a context in which modules have copies of buffers and of parameters that no unit owns."""
         copies: dict[torch.Tensor, torch.Tensor] = {}
         places: list[tuple[Place, dict[str, Any], torch.Tensor]] = []
         for module, (name, tensor) in ((m, each) for m in self.module.modules() for each in persistent_tensors(m)):
@@ -355,8 +290,7 @@ class ModelLoadPlan:
                 continue
             if is_lazy(tensor):
                 raise StateDictError(
-                    f"{name!r} of {type(module).__name__} has no shape yet: call the module once before the state dict "
-                    "is loaded"
+                    f"{name!r} of {type(module).__name__} has no shape yet: call the module once before loading"
                 )
             if tensor not in copies:
                 copy = tensor.detach().clone()
@@ -375,16 +309,13 @@ class ModelLoadPlan:
                 put_back(module, name, tensor, copies[tensor], registry)
 
     def _visit(self, module: nn.Module, given: dict[str, Any], prefix: str, hooks: list[Hook]) -> None:
-        """Do as ``nn.Module.load_state_dict`` for a module and its children, by names without those of wrappers.
-
-        Args:
-            hooks: added to: those that it would call at once.
-        """
+        """Do as ``nn.Module.load_state_dict`` for a module and its children, by clean names; hooks go to `hooks`."""
         unit = unit_of(module)
         hooks_inside: list[Hook] = hooks if unit is None else []
         wrapped = next((n for n, child in module._modules.items() if child is not None and not clean_fqn(n)), None)
         if wrapped is not None:
-            own = _own_keys(module, prefix)
+            own = {prefix + name for name, _ in persistent_tensors(module)}
+            own |= {f"{prefix}_extra_state"} if _takes_extra_state(module) else set()
             given = {key if key in own else f"{prefix}{wrapped}.{key[len(prefix) :]}": given[key] for key in given}
         self._load_own(module, given, prefix)
         for name, child in module._modules.items():
@@ -408,10 +339,11 @@ class ModelLoadPlan:
         arguments = (given, prefix, metadata, True, self.missing, self.unexpected, self.errors)
         before, num_errors = {**module._parameters, **module._buffers}, len(self.errors)
         lent = LentTensors(module, given, prefix)
-        assert self._registries is not None
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._state_kept(module, f"{prefix}_extra_state" in given, prefix))
-            stack.enter_context(self._registries.watched(module))
+            key, pre_hooks, registries = object(), module._load_state_dict_pre_hooks, self._registries
+            pre_hooks[key] = lambda *_: registries.made.update(registries.new_in(module))  # type: ignore[index]
+            stack.callback(pre_hooks.pop, key, None)
             stack.enter_context(_explaining_missing_values(module, prefix))
             if unit_of(module) is not None:  # its own method reads all modules inside
                 _compat.load_from_state_dict(module, *arguments)
@@ -435,7 +367,7 @@ class ModelLoadPlan:
     @contextlib.contextmanager
     def _state_kept(self, module: nn.Module, is_given: bool, prefix: str) -> Iterator[None]:
         """Return a context in which a module that is given an extra state gets it later."""
-        if not is_given or getattr(type(module), "set_extra_state", None) is nn.Module.set_extra_state:
+        if not is_given or not _takes_extra_state(module):
             yield
             return
         self.facts[f"{prefix}_extra_state"] = "an extra state"
@@ -463,7 +395,7 @@ class ModelLoadPlan:
         else:
             self.found[target] = source
 
-    def _find_written(self, registries: Registries) -> None:
+    def _find_written(self) -> None:
         """Note tensors that modules have written to, and buffers that have another shape now."""
         grown: dict[torch.Tensor, tuple[str, torch.Tensor, torch.dtype]] = {}
         places: list[tuple[Place, torch.Tensor]] = []
@@ -476,19 +408,16 @@ class ModelLoadPlan:
                     self.found[shown.target] = now
             elif name in module._buffers:
                 # What is loaded into a buffer that has grown first is converted, and what takes its place is not.
-                like = registries.made.get((module, name), shown.tensor)
+                like = self._registries.made.get((module, name), shown.tensor)
                 dtype = like.dtype if like.shape == now.shape else now.dtype
                 grown[shown.target] = self._key(module, name), now, dtype  # in several places: the last value counts
                 places.append(((module, name), shown.target))
                 self.found.pop(shown.target, None)
             else:
                 self.errors.append(f"{type(module).__name__} has changed the shape of its parameter {name!r}")
-        incoming = {
-            target: self._incoming(key, now, target.device, dtype) for target, (key, now, dtype) in grown.items()
-        }
+        made = {target: self._incoming(key, now, target.device, dtype) for target, (key, now, dtype) in grown.items()}
         for (module, name), target in places:
-            found = incoming[target]
-            if found is not None:
+            if (found := made[target]) is not None:
                 self.replaced.append((functools.partial(setattr, module, name), found))
 
     def _find_new(self, new: list[New]) -> None:
@@ -509,8 +438,7 @@ class ModelLoadPlan:
             if made not in found:
                 there = device if each.made is None or made.is_meta else made.device
                 found[made] = self._incoming(key, each.tensor, there, made.dtype, is_param=each.is_param)
-            incoming = found[made]
-            if incoming is not None:
+            if (incoming := found[made]) is not None:
                 self.replaced.append((each.put, incoming))
                 if isinstance(each.tensor, StandIn) or each.tensor is not each.made:
                     self.facts[key] = facts_of(incoming.source, None)  # others are a module's own, on each rank
@@ -557,11 +485,8 @@ def _explaining_missing_values(module: nn.Module, prefix: str) -> Iterator[None]
         ) from error
 
 
-def _own_keys(wrapper: nn.Module, prefix: str) -> set[str]:
-    """Return the names of a wrapper's own tensors and extra state."""
-    own = {prefix + name for name, _ in persistent_tensors(wrapper)}
-    has_state = getattr(type(wrapper), "set_extra_state", None) is not nn.Module.set_extra_state
-    return own | {f"{prefix}_extra_state"} if has_state else own
+def _takes_extra_state(module: nn.Module) -> bool:
+    return getattr(type(module), "set_extra_state", None) is not nn.Module.set_extra_state
 
 
 def _registry(module: nn.Module, name: str) -> dict[str, Any]:

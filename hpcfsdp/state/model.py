@@ -28,8 +28,7 @@ from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.reshard.placements import rows_on_mesh
 from hpcfsdp.reshard.sharded_tensors import is_sharded
-from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.state.tensors import NO_RUNS, LocalPiece, Runs, StateTensor, unsharded
+from hpcfsdp.state.tensors import NO_RUNS, LocalPiece, LocalShards, Runs, StateTensor, unsharded
 from hpcfsdp.state.wrappers import CleanNames
 from hpcfsdp.units.build import join_tp_group
 from hpcfsdp.units.dtensor_unit import dtensor_units_in
@@ -54,17 +53,14 @@ class DTensorRanks:
         self._known: dict[Any, tuple[Runs, int] | None] = {}
 
     def group(self) -> dist.ProcessGroup | None:
-        """Return their group; None for all ranks. Collective over them, the first time for a mesh of several
-        dimensions.
-        """
+        """Return their group; None for all ranks. Collective over them, the first time for meshes of several dims."""
         mine = [mesh for mesh in self._meshes if mesh.get_coordinate() is not None]
         ranks = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in mine}
         ranks |= {tuple(dist.get_process_group_ranks(group)) for group in self._groups}
         if len(ranks) > 1:
             one, other = sorted(ranks)[:2]
             raise CheckpointError(
-                f"one part of the model is on the ranks {list(one)}, another one on {list(other)}: save and load each "
-                "on its own"
+                f"one part of the model is on ranks {list(one)}, another on {list(other)}: save and load each alone"
             )
         if not ranks or len(*ranks) == dist.get_world_size():
             return None
@@ -72,33 +68,27 @@ class DTensorRanks:
         return min(groups, key=lambda group: group.group_name)
 
     def state_tensor(self, name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) -> StateTensor:
-        """Not collective. Return a parameter, buffer or state of the model that no flat parameter holds, for a file.
-
-        Rows are written by the ranks that have them. What is sharded otherwise is made whole.
-        """
-        found = None if self._has_units or not is_sharded(tensor) else self._rows_of(tensor)
-        if found is None:
+        """Not collective. Return a tensor outside of flat parameters for a file, whole or in rows as they lie."""
+        if self._has_units or not is_sharded(tensor):
             return unsharded(name, tensor, aliases)
-        runs, start = found
+        key = tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements)
+        if key not in self._known:  # a model has few shapes, and an optimizer's state has those of the model
+            self._known[key] = self._divide(*key)
+        if self._known[key] is None:
+            return unsharded(name, tensor, aliases)
+        runs, start = self._known[key]
         local = _compat.local_of(tensor).detach()
         pieces = (LocalPiece(start, local),) if local.numel() else ()
         return StateTensor(name, tuple(tensor.shape), tensor.dtype, runs, pieces, aliases)
 
-    def _rows_of(self, tensor: DTensor) -> tuple[Runs, int] | None:
-        """Return the runs of a ``DTensor``, and this rank's first element; None unless ranks have consecutive rows."""
-        key = tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements)
-        if key not in self._known:  # a model has few shapes, and an optimizer's state has those of the model
-            self._known[key] = self._divide(*key)
-        return self._known[key]
-
     def _divide(
         self, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
     ) -> tuple[Runs, int] | None:
+        """Return the runs of a ``DTensor``, and this rank's first element; None unless ranks have consecutive rows."""
         copies = self._copies(mesh)
         if copies is None or any(placement.is_partial() for placement in placements):
             return None
-        rows = rows_on_mesh(shape, mesh.mesh, placements)
-        if rows is None:
+        if (rows := rows_on_mesh(shape, mesh.mesh, placements)) is None:
             return None
         begins, ends = rows
         place = np.flatnonzero(mesh.mesh.flatten().numpy() == dist.get_rank())
@@ -177,12 +167,7 @@ def largest_mesh(units: Iterable[FlatUnit]) -> UnitMesh:
 
 
 def ranks_of_model(model: nn.Module, group: Any = None) -> Communicator | Grid:
-    """Return the ranks that make and load state dicts of a model: of its largest unit. Collective over them, the first
-    time.
-
-    Args:
-        group: those of a process group instead.
-    """
+    """Return the ranks of its largest unit, or of a `group`, which make state dicts. Collective, the first time."""
     units = units_of(model)
     if not units:
         raise StateDictError(
@@ -211,10 +196,7 @@ def communicator_of(model: nn.Module) -> Communicator:
 
 
 def hold_shards(model: nn.Module) -> None:
-    """Have modules given to ``fully_shard`` hold their shards, as between steps.
-
-    Collective over their ranks after a forward without a backward, or ``unshard``.
-    """
+    """Have modules given to ``fully_shard`` hold their shards. Collective after a forward alone, or ``unshard``."""
     for path, module in model.named_modules():
         if isinstance(module, TorchFSDP):
             raise CheckpointError(
@@ -228,10 +210,7 @@ def hold_shards(model: nn.Module) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where the model computes: its units, or its first parameter that has memory; the CPU without any.
-
-    Offloaded parameters are in host memory.
-    """
+    """Return where the model computes, also if it is offloaded; the CPU without any parameter that has memory."""
     units = (unit for module in model.modules() if (unit := unit_of(module)) is not None)
     for flat in (flat for unit in units for flat in unit.sharded_params):
         return flat.device
@@ -241,15 +220,10 @@ def device_of(model: nn.Module) -> torch.device:
 def named_flat_params(
     model: nn.Module, name_of: Callable[[str, str], str] = _IN_STATE_DICTS
 ) -> Iterator[tuple[FlatUnit, FlatParam, FlatLayout]]:
-    """Return each flat parameter, its unit, and its layout under the names that parameters have in the whole model.
-
-    Args:
-        name_of: see ``FlatLayout.known_as``; by default the names that a state dict has.
-    """
+    """Return each flat parameter, its unit, and its layout by names in the model, see ``FlatLayout.known_as``."""
     paths: dict[FlatUnit, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        unit = unit_of(module)
-        if unit is not None:
+        if (unit := unit_of(module)) is not None:
             paths.setdefault(unit, []).append(path)
     for unit, known_as in paths.items():
         for flat in unit.sharded_params:
@@ -283,26 +257,19 @@ def flat_params(model: nn.Module) -> Iterator[tuple[FlatParam, FlatLayout, UnitM
 
 
 def model_tensors(model: nn.Module) -> list[StateTensor]:
-    """Return every parameter and persistent buffer, in the order of the model; not collective.
-
-    Parameters that no unit owns, and buffers, count as replicated.
-    """
+    """Return every parameter and persistent buffer, in the order of the model; not collective."""
     found: list[StateTensor] = []
     for flat, layout, mesh in flat_params(model):
         parts = LocalShards.of_shard(layout, flat.parameter.data)
-        names = [slot.fqn for slot in layout.slots]
-        found += parts.in_file(mesh, names, with_aliases=True, are_read_by_others=flat.shares_gathered)
-    ranks = DTensorRanks(model)
-    found += [
-        ranks.state_tensor(name, tensor, tuple(aliases)) for tensor, (name, *aliases) in plain_tensors(model).items()
-    ]
+        fqns = [slot.fqn for slot in layout.slots]
+        found += parts.in_file(mesh, fqns, with_aliases=True, are_read_by_others=flat.shares_gathered)
+    ranks, plain = DTensorRanks(model), plain_tensors(model)
+    found += [ranks.state_tensor(name, tensor, tuple(aliases)) for tensor, (name, *aliases) in plain.items()]
     names: set[str] = set()
     for tensor in found:
         for name in (tensor.name, *tensor.aliases):
             if name in names:
-                raise CheckpointError(
-                    f"two tensors of the model are called {name!r} once the names of wrappers are removed: rename one"
-                )
+                raise CheckpointError(f"two tensors are called {name!r} once names of wrappers are removed: rename one")
             names.add(name)
     return found
 
@@ -323,11 +290,7 @@ def plain_tensors(model: nn.Module) -> dict[torch.Tensor, list[str]]:
 def stateful_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return modules with an extra state, by the name that it has in a checkpoint."""
     name_of = CleanNames.of(model)
-    found: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        if has_extra_state(module):
-            found[name_of(path, EXTRA_STATE)] = module
-    return found
+    return {name_of(path, EXTRA_STATE): module for path, module in model.named_modules() if has_extra_state(module)}
 
 
 def has_extra_state(module: nn.Module) -> bool:
@@ -337,17 +300,7 @@ def has_extra_state(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def materialized(model: nn.Module, chosen: Collection[str], device: torch.device) -> Iterator[None]:
-    """Give tensors on the meta device memory that is not initialised; not collective.
-
-    If the block raises, they are on the meta device again.
-
-    Args:
-        chosen: names of the tensors, without wrappers' names; any of the names of one that is tied.
-        device: of the memory.
-
-    Raises:
-        CheckpointError: a tensor cannot be exchanged, for something else refers to it.
-    """
+    """Give meta tensors called as one of `chosen` uninitialised memory, unless the block raises; not collective."""
     exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         for tensor, names in plain_tensors(model).items():
@@ -362,7 +315,7 @@ def materialized(model: nn.Module, chosen: Collection[str], device: torch.device
 
 def _exchange(tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
     """Give a tensor memory. Return what it was."""
-    other: torch.Tensor = torch.empty_like(tensor, device=device, requires_grad=False)
+    other = torch.empty_like(tensor, device=device, requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         other = nn.Parameter(other, requires_grad=tensor.requires_grad)
     try:

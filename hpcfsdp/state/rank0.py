@@ -42,11 +42,8 @@ def rank0_tensor(key: str, value: torch.Tensor) -> Rank0Tensor:
 def broadcast_values(ranks: Communicator | Grid, values_of: Callable[[], Any], src: int = 0) -> Any:
     """Return the result of `values_of`, which is called on rank `src` alone. Collective over `ranks`.
 
-    The tensor of a ``Rank0Tensor`` stays there. Other tensors are in host memory on the other ranks.
-
-    Raises:
-        StateDictError: on all ranks, if a value cannot be pickled, or not be unpickled on a rank.
-        Exception: on rank `src`, raised by `values_of`; on others as a ``StateDictError``.
+    The tensor of a ``Rank0Tensor`` stays there. Other tensors are in host memory on the other ranks. An error of
+    `values_of` is a ``StateDictError`` on them.
     """
     values = packed = None
     try:
@@ -63,7 +60,13 @@ def broadcast_values(ranks: Communicator | Grid, values_of: Callable[[], Any], s
     # Ranks broadcast bytes: an object that fails while it is pickled or unpickled would leave the others waiting.
     packed = ranks.broadcast_object(packed, src)
     with raise_together(ranks):
-        return values if ranks.rank == src else _unpacked(packed, src)
+        try:
+            return values if ranks.rank == src else pickle.loads(packed)
+        except Exception as error:
+            raise StateDictError(
+                f"a value in the state dict of rank {src} cannot be unpickled here ({type(error).__name__}: {error}): "
+                f"make the same classes importable on this rank, {_INSTEAD}"
+            ) from error
 
 
 def broadcast_tensor(ranks: Communicator | Grid, value: Rank0Tensor, src: int = 0) -> torch.Tensor:
@@ -115,16 +118,6 @@ def _sendable(value: Any) -> tuple[bytes, Exception | None]:
     return buffer.getvalue(), None
 
 
-def _unpacked(packed: bytes, src: int) -> Any:
-    try:
-        return pickle.loads(packed)
-    except Exception as error:
-        raise StateDictError(
-            f"a value in the state dict of rank {src} cannot be unpickled here ({type(error).__name__}: {error}): "
-            f"make the same classes importable on this rank, {_INSTEAD}"
-        ) from error
-
-
 class Rank0Source:
     """The first rank of a model, which alone has the model's state dict."""
 
@@ -133,22 +126,16 @@ class Rank0Source:
         self._rank = 0
 
     def announce(self, state_dict: Any) -> tuple[dict[str, Any], Any]:
-        """Return the state dict, a ``Rank0Tensor`` per tensor, and its metadata. Collective over the ranks of the
-        model.
-
-        Extra states are sent as objects; tensors in them are in host memory on other ranks.
-
-        Raises:
-            StateDictError: a tensor is not whole, units have different first ranks, or an extra state cannot be sent.
-            TypeError: it is no state dict, on the first rank.
-            Exception: on the first rank, raised by its mapping; on others as a ``StateDictError``.
-        """
+        """Return the state dict with a ``Rank0Tensor`` per tensor, and its metadata. Collective over the model."""
         units, ranks = units_in(self._module), ranks_of_model(self._module)
         is_first = units[0].mesh.is_first()
         self._rank = ranks.all_gather_object(is_first).index(True)
 
         def values_of() -> dict[str, Any]:
-            found = {key: _announced(key, value) for key, value in checked(state_dict).items()}
+            found = {
+                key: rank0_tensor(key, value) if isinstance(value, torch.Tensor) and not is_extra_state(key) else value
+                for key, value in checked(state_dict).items()
+            }
             return {"state_dict": found, "_metadata": getattr(state_dict, "_metadata", None)}
 
         found = broadcast_values(ranks, values_of, self._rank)
@@ -164,17 +151,8 @@ class Rank0Source:
         return broadcast_tensor(ranks_of_model(self._module), source, self._rank)
 
 
-def _announced(key: str, value: Any) -> Any:
-    is_tensor = isinstance(value, torch.Tensor) and not is_extra_state(key)
-    return rank0_tensor(key, value) if is_tensor else value
-
-
 def checked(state_dict: Any, hint: str = "") -> Mapping[str, Any]:
-    """Return the state dict itself.
-
-    Args:
-        hint: added to the message for None.
-    """
+    """Return the state dict itself. The `hint` is added to the message for None."""
     if not isinstance(state_dict, Mapping):
         hint = f": {hint}" if hint and state_dict is None else ""
         raise TypeError(f"a state dict must be a mapping of names to tensors, not {type(state_dict).__name__}{hint}")

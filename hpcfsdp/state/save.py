@@ -21,8 +21,8 @@ from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.sharded_tensors import create_sharded_tensor, full_tensor
 from hpcfsdp.state.settings import StateDictFormat, kind_of, settings_of
-from hpcfsdp.state.shards import LocalShards
 from hpcfsdp.state.shown import StandIn, digest_of, flat_params_shown, orig_params_shown, shown_for, source_of
+from hpcfsdp.state.tensors import LocalShards
 from hpcfsdp.state.transfer import gather, keeping_scratch
 from hpcfsdp.state.wrappers import clean_fqn, with_clean_names
 from hpcfsdp.units.flat_unit import FlatUnit, flat_param_name, units_in
@@ -35,7 +35,6 @@ class _Call:
     """One call of ``state_dict``, of a unit and of all units inside.
 
     Attributes:
-        keep_vars: as of ``nn.Module.state_dict``.
         values: by unit, the tensor shown for each of its parameters, or flat parameters under ``LOCAL_STATE_DICT``.
         copies: of buffers and ignored parameters that are shown on another device or in another dtype.
         gathered: those of them that are DTensors, whole; units that give sharded tensors show them as they are.
@@ -48,11 +47,9 @@ class _Call:
     gathered: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
     def kind_of(self, unit: FlatUnit) -> StateDictType:
-        """Return what the unit gives."""
         return kind_of(unit, self.settings.state_dict_type)
 
     def form_of(self, unit: FlatUnit) -> StateDictFormat:
-        """Return how the unit shows tensors."""
         sharded = self.kind_of(unit) is StateDictType.SHARDED_STATE_DICT
         return StateDictFormat.of(self.settings.state_dict_config, sharded=sharded)
 
@@ -73,8 +70,7 @@ class _UnitStateDict(OrderedDict):
 
     def __init__(self, call: _Call) -> None:
         super().__init__()
-        self.call = call
-        self._metadata: OrderedDict[str, Any] = OrderedDict()
+        self.call, self._metadata = call, OrderedDict[str, Any]()
 
 
 @torch.no_grad()
@@ -101,10 +97,11 @@ def save_model(unit: FlatUnit, destination: dict[str, Any] | None, prefix: str, 
             for flat in inner.sharded_params:
                 flat.adopt_user_data()
     _check_alike(comm, units, asked)
-    with _shards_published(units, call), keeping_scratch():
+    full = [inner for inner in units if call.kind_of(inner) is StateDictType.FULL_STATE_DICT]
+    with _shards_published(full, call), keeping_scratch():
         for inner in units:
             call.values[inner] = _values(inner, call)
-            if call.kind_of(inner) is StateDictType.FULL_STATE_DICT:  # on all ranks: meshes may span replicas
+            if inner in full:  # on all ranks: meshes may span replicas
                 tensors = (tensor for _, _, tensor, _ in _plain(inner) if isinstance(tensor, DTensor))
                 call.gathered.update((tensor, full_tensor(tensor)) for tensor in dict.fromkeys(tensors))
     if destination is None:
@@ -116,21 +113,24 @@ def save_model(unit: FlatUnit, destination: dict[str, Any] | None, prefix: str, 
 
 def _save(unit: FlatUnit, call: _Call, destination: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Not collective. Call the ``state_dict`` of a unit's modules while they hold the values to be saved."""
-    found = _UnitStateDict(call)
-    with _shown(unit, call):
+    found, is_local = _UnitStateDict(call), call.kind_of(unit) is StateDictType.LOCAL_STATE_DICT
+    params_shown = flat_params_shown if is_local else orig_params_shown
+    with params_shown(unit, call.values[unit]), _plain_shown(unit, call):
         _compat.save_to_state_dict(unit.wrapper, found, prefix, call.keep_vars)  # what is registered on itself
         unit.module.state_dict(destination=found, prefix=prefix, keep_vars=call.keep_vars)
+    versions = getattr(destination, "_metadata", {})
     if isinstance(destination, _UnitStateDict) or call.form_of(unit).is_shown_by(unit.mesh):
-        _merge(found, destination, prefix)
-    metadata = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
+        remedy = "save a full state dict, or compute it afterwards from the full one"
+        for name, value in with_clean_names(found, prefix).items():
+            destination[name] = source_of(name, value, "a parameter", remedy)
+        versions.update({clean_fqn(path, prefix).rstrip("."): facts for path, facts in found._metadata.items()})
+    metadata = versions.get(prefix[:-1], {})
     for hook in list(unit.wrapper._state_dict_hooks.values()):
         changed = hook(unit.wrapper, destination, prefix, metadata)
         if changed is None:
             continue
         if getattr(hook, "_from_public_api", False):  # as torch has it; other hooks may replace the whole
-            raise StateDictError(
-                f"a hook of {unit.name} after state_dict returned a value: it should change the state dict in place"
-            )
+            raise StateDictError(f"a hook of {unit.name} after state_dict returned a value: change the dict in place")
         destination = changed
     return destination
 
@@ -143,7 +143,7 @@ def _run_pre_hooks(unit: FlatUnit, prefix: str, *, keep_vars: bool) -> None:
 def _check_alike(comm: Communicator | Grid, units: list[FlatUnit], asked: list[tuple[str, StateDictFormat]]) -> None:
     """Check that all ranks are set to the same state dict for each unit. Collective over `comm`."""
     mine = digest_of(asked)
-    if all(other == mine for other in comm.all_gather_object(mine)):
+    if set(comm.all_gather_object(mine)) == {mine}:
         return
     everyone = comm.all_gather_object(asked)
     for rank, other in enumerate(everyone):
@@ -158,35 +158,17 @@ def _check_alike(comm: Communicator | Grid, units: list[FlatUnit], asked: list[t
             raise error
 
 
-def _merge(found: _UnitStateDict, destination: dict[str, Any], prefix: str) -> None:
-    """Add entries to `destination`, by clean names."""
-    for name, value in with_clean_names(found, prefix).items():
-        remedy = "save a full state dict, or compute it afterwards from the full one"
-        destination[name] = source_of(name, value, "a parameter", remedy)
-    metadata = getattr(destination, "_metadata", None)
-    if metadata is not None:
-        for path, facts in found._metadata.items():
-            metadata[clean_fqn(path, prefix).rstrip(".")] = facts
-
-
 @contextlib.contextmanager
 def _shards_published(units: list[FlatUnit], call: _Call) -> Iterator[None]:
     """Return a context in which ranks may read each other's shards where they share memory. Collective over the shards.
 
     No rank leaves it, and goes on to write, before all have read.
     """
-    sharded_params = [
-        flat
-        for unit in units
-        for flat in unit.sharded_params
-        if call.kind_of(unit) is StateDictType.FULL_STATE_DICT
-        and call.form_of(unit).is_made_by(unit.mesh)
-        and _shows_shards(flat)
-        and unit.mesh.tensor is None
-    ]
-    for flat in sharded_params:
+    made = (unit for unit in units if call.form_of(unit).is_made_by(unit.mesh) and unit.mesh.tensor is None)
+    flats = [flat for unit in made for flat in unit.sharded_params if _shows_shards(flat)]
+    for flat in flats:
         flat.publish()
-    comms = dict.fromkeys(flat.comm for flat in sharded_params)
+    comms = dict.fromkeys(flat.comm for flat in flats)
     for comm in comms:
         comm.labelled_barrier("state_dict")
     try:
@@ -202,21 +184,8 @@ def _shows_shards(flat: FlatParam) -> bool:
 
 
 @contextlib.contextmanager
-def _shown(unit: FlatUnit, call: _Call) -> Iterator[None]:
-    """Return a context in which the modules of a unit have what is to be saved. Not collective."""
-    values = call.values[unit]
-    if call.kind_of(unit) is StateDictType.LOCAL_STATE_DICT:
-        shown = flat_params_shown(unit, values)
-    else:
-        shown = orig_params_shown(unit, values)
-    with shown, _plain_shown(unit, call):
-        yield
-
-
-@contextlib.contextmanager
 def _plain_shown(unit: FlatUnit, call: _Call) -> Iterator[None]:
-    """Return a context in which modules have buffers, and parameters that their unit does not own, as they are
-    shown."""
+    """Return a context in which modules have buffers, and parameters that no unit owns, as they are shown."""
     shown: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
     if call.form_of(unit).is_shown_by(unit.mesh):
         shown = [(*place, tensor, call.shown(unit, tensor, dtype)) for *place, tensor, dtype in _plain(unit)]
@@ -250,36 +219,27 @@ def _values(unit: FlatUnit, call: _Call) -> Mapping[Any, torch.Tensor]:
         return {flat: StandIn.of(_local(unit, flat, call)) for flat in unit.sharded_params}
     form, found = call.form_of(unit), {}
     for flat in unit.sharded_params:
-        values = _values_of(unit.mesh, flat, form)
+        dtype, values = flat.layout.dtype, _values_of(unit.mesh, flat, form)
         for leaf, slot, value in zip(flat.leaves, flat.layout.slots, values, strict=True):
-            found[leaf] = _nothing(slot.whole_shape, flat) if value is None else shown_for(value)
+            if value is None:  # not for this rank: NaN, as at rest, so that hooks find a tensor
+                blank = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+                value = torch.full((), blank, dtype=dtype, device=flat.device).expand(slot.whole_shape)
+            found[leaf] = shown_for(value)
     return found
 
 
 def _values_of(mesh: UnitMesh, flat: FlatParam, form: StateDictFormat) -> list[Any]:
-    if not form.sharded and _shows_shards(flat) and mesh.tensor is None:
-        if not form.is_shown_by(mesh):
-            return [None] * len(flat.leaves)
-        device = form.device(flat.device)
-        return [view.to(device, copy=True) for view in flat.views(flat.full)]
-    if not form.is_made_by(mesh):
+    is_readable = not form.sharded and _shows_shards(flat) and mesh.tensor is None
+    if not (form.is_shown_by(mesh) if is_readable else form.is_made_by(mesh)):
         return [None] * len(flat.leaves)
+    if is_readable:
+        return [view.to(form.device(flat.device), copy=True) for view in flat.views(flat.full)]
     parts = LocalShards.of_shard(flat.layout, flat.parameter.data)
     return gather(mesh, parts, flat.layout.dtype, flat.device, form)
 
 
-def _nothing(shape: tuple[int, ...], flat: FlatParam) -> torch.Tensor:
-    """Return what is shown of a parameter on ranks that do not get it: NaN, as at rest, so that hooks find a tensor."""
-    dtype = flat.layout.dtype
-    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=flat.device).expand(shape)
-
-
 def _local(unit: FlatUnit, flat: FlatParam, call: _Call) -> ShardedTensor:
-    """Return a flat parameter as a 1-D ``ShardedTensor`` in the ranks' own memory, without padding at the end.
-
-    Collective over the shards, the first time.
-    """
+    """Return a flat parameter, unpadded, as a 1-D ``ShardedTensor``. Collective over the shards, the first time."""
     numel, shard_numel, mesh = flat.layout.used_numel, flat.layout.shard_numel, unit.mesh
     boxes, mine = {}, None
     for place, rank in enumerate(mesh.ranks(mesh.dtensor_dim)):

@@ -13,19 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from torch.distributed import fsdp
+from torch.distributed.fsdp import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.units.flat_unit import FlatUnit, unit_of
@@ -34,9 +23,9 @@ from hpcfsdp.units.unit_mesh import UnitMesh
 log = logging.getLogger("hpcfsdp.state")
 
 _CONFIGS = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.FULL_STATE_DICT: (fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (fsdp.LocalStateDictConfig, fsdp.LocalOptimStateDictConfig),
 }
 
 
@@ -78,7 +67,7 @@ class StateDictFormat:
 
 def default_settings() -> StateDictSettings:
     """Return full state dicts on every rank, where the model is; of the optimizer in host memory."""
-    return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+    return make_settings(StateDictType.FULL_STATE_DICT, None, None)
 
 
 def make_settings(
@@ -87,30 +76,18 @@ def make_settings(
     """Return settings of a kind, with torch's defaults for configurations that are not given."""
     if not isinstance(kind, StateDictType):
         raise TypeError(f"state_dict_type must be a StateDictType, not {kind!r}")
-    for name, given, expected in zip(
-        ("state_dict_config", "optim_state_dict_config"), (config, optim_config), _CONFIGS[kind], strict=True
-    ):
+    names, chosen = ("state_dict_config", "optim_state_dict_config"), []
+    for name, given, expected in zip(names, (config, optim_config), _CONFIGS[kind], strict=True):
         if given is not None and type(given) is not expected:
             raise StateDictError(f"{name} for {kind.name} must be a {expected.__name__}, not a {type(given).__name__}")
-    model_kind, optim_kind = _CONFIGS[kind]
-    return StateDictSettings(kind, config or model_kind(), optim_config or optim_kind())
+        chosen.append(given or expected())
+    return StateDictSettings(kind, *chosen)
 
 
 def set_kind(
-    module: nn.Module,
-    kind: StateDictType,
-    config: StateDictConfig | None,
-    optim_config: OptimStateDictConfig | None,
+    module: nn.Module, kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
 ) -> list[tuple[FlatUnit, StateDictSettings]]:
-    """Set all units in `module`, which may be a plain module; each keeps copies of the configurations.
-
-    Returns:
-        The units, outer ones first, and what they were set to before.
-
-    Raises:
-        TypeError: see ``make_settings``.
-        StateDictError: likewise, or there is no unit.
-    """
+    """Set all units in `module` to copies; return them, outer ones first, and what they were set to before."""
     settings = make_settings(kind, config, optim_config)
     before = []
     for _, unit in _units(module):
@@ -169,14 +146,13 @@ def optim_format_of(module: nn.Module) -> StateDictFormat:
 
 def kind_of(unit: FlatUnit, kind: StateDictType) -> StateDictType:
     """Return the kind of state dict that a unit saves and loads under a setting: full, if it is not sharded."""
-    if unit.mesh.strategy is ShardingStrategy.NO_SHARD:
+    if unit.mesh.strategy is fsdp.ShardingStrategy.NO_SHARD:
         if kind is not StateDictType.FULL_STATE_DICT:
             _log_whole(kind)
         return StateDictType.FULL_STATE_DICT
     if kind is StateDictType.LOCAL_STATE_DICT and unit.mesh.device_mesh is not None:
         raise StateDictError(
-            f"{unit.name} was given a device_mesh, which LOCAL_STATE_DICT does not support: set SHARDED_STATE_DICT, "
-            "which gives DTensors"
+            f"{unit.name} was given a device_mesh, which LOCAL_STATE_DICT does not support: set SHARDED_STATE_DICT"
         )
     return kind
 

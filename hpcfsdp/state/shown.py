@@ -57,10 +57,7 @@ def shown_for(value: Any) -> Any:
 
 @contextlib.contextmanager
 def orig_params_shown(unit: FlatUnit, values: Mapping[nn.Parameter, Any]) -> Iterator[None]:
-    """Return a context in which the modules of a unit have `values` as parameters, in the places of the original ones.
-
-    Flat parameters are hidden.
-    """
+    """Return a context in which the modules of a unit have `values` as original parameters, and no flat ones."""
     summon.deregister_flat_param(unit)
     summon.register_orig_params(unit)
     places = [(place, entry.param) for entry in unit.own.entries for place in entry.places]
@@ -82,11 +79,7 @@ def orig_params_shown(unit: FlatUnit, values: Mapping[nn.Parameter, Any]) -> Ite
 
 
 def put_back(module: nn.Module, name: str, tensor: Any, shown: Any, registry: dict[str, Any] | None = None) -> None:
-    """Have a module hold its own tensor again, in place of what was shown or has been assigned since.
-
-    Args:
-        registry: its buffers; by default its parameters.
-    """
+    """Have a module hold its own tensor again, in place of what was shown, or has been assigned since."""
     registry = module._parameters if registry is None else registry
     if registry.get(name) is shown:
         registry[name] = tensor
@@ -120,11 +113,7 @@ def is_extra_state(key: str) -> bool:
 
 
 def source_of(key: str, now: Any, what: str, remedy: str) -> Any:
-    """Return the value that `now` stands for, or `now` itself.
-
-    Raises:
-        StateDictError: it was computed from `what`, of which this rank has not all; with a `remedy`.
-    """
+    """Return the value that `now` stands for, or `now` itself. Refuse what was computed from `what`, in part here."""
     if not isinstance(now, StandIn):
         return now
     if now.source is None:
@@ -135,10 +124,9 @@ def source_of(key: str, now: Any, what: str, remedy: str) -> Any:
 def check_source(
     key: str, source: Any, target: torch.Tensor | None, shape: Sequence[int], mesh: UnitMesh | None
 ) -> None:
-    """Check that a value can be loaded. Not collective, once the ranks of `mesh` know each other's names.
+    """Check that a tensor of any kind can be loaded. Not collective, once the ranks of `mesh` know each other's names.
 
     Args:
-        source: a tensor, ``ShardedTensor``, ``DTensor`` or ``Rank0Tensor``.
         target: the tensor that it is loaded into; None for a part of a flat parameter.
         shape: that of the whole.
         mesh: over which the parameter is sharded, None where it is not.
@@ -154,15 +142,12 @@ def check_source(
         if is_distributed(source):
             check_blocks(key, source, mesh.ranks(mesh.dtensor_dim, "tensor"))
     elif isinstance(source, ShardedTensor):
-        raise StateDictError(
-            f"{key!r} is not sharded in the model, and cannot be loaded from a ShardedTensor: pass the whole tensor"
-        )
+        raise StateDictError(f"{key!r} is not sharded in the model: pass the whole tensor, and not a ShardedTensor")
     elif isinstance(source, DTensor) and source.device_mesh.get_coordinate() is None:
         raise StateDictError(f"{key!r} is a DTensor on a mesh without this rank: gather it, or load it for these ranks")
     elif isinstance(target, DTensor) and any(placement.is_partial() for placement in target.placements):
         raise StateDictError(
-            f"{key!r} is a DTensor with Partial placements in the model, and nothing can be loaded into it: "
-            "redistribute it first"
+            f"{key!r} is a DTensor with Partial placements in the model: redistribute it before you load into it"
         )
 
 

@@ -1,20 +1,33 @@
-"""One named tensor of a model or optimizer, the ranks that own its elements, and this rank's memory of it."""
+"""Named tensors of a model or optimizer: the ranks that own their elements, and this rank's memory of them.
+
+``LocalShards`` are tensors that are laid out like a flat parameter: its parameters, or their optimizer state. Every
+sink reads them and every source fills them: ``gather`` and ``scatter`` for state dicts, ``in_file`` for files.
+"""
 
 from __future__ import annotations
 
 import abc
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from hpcfsdp import _compat
 from hpcfsdp._compat import local_of
 from hpcfsdp.errors import CheckpointError
+from hpcfsdp.params.layout import Box, FlatLayout, Run
+from hpcfsdp.reshard.boxes import run_boxes
+from hpcfsdp.reshard.redistribute import ShardedBlocks
 from hpcfsdp.reshard.sharded_tensors import fill_block, full_tensor, is_sharded, properties_of
+from hpcfsdp.units.unit_mesh import Dim, UnitMesh
+
+_LEAST_NUMEL = 1 << 14
+"""Elements that a rank writes at least of a tensor: many small extents cost more than they spread."""
 
 _WHOLE_STATE = "_hpcfsdp_whole_state"
 """The attribute of a tensor that ``mark_whole_state`` sets."""
@@ -38,10 +51,7 @@ class LocalPiece:
 
     def flat(self) -> torch.Tensor:
         """Return the elements, 1-D; the memory itself unless they are in another order there."""
-        memory = self.tensor.detach()
-        if memory.is_conj() or memory.is_neg():
-            memory = memory.resolve_conj().resolve_neg()
-        memory = memory.contiguous()
+        memory = self.tensor.detach().resolve_conj().resolve_neg().contiguous()
         return memory.as_strided((memory.numel(),), (1,))  # view(-1) keeps any stride of a single element
 
     @torch.no_grad()
@@ -73,20 +83,19 @@ NO_RUNS = Runs.of((0,), ())
 
 
 class GatherBuffer(abc.ABC):
-    """Tensors in which others are gathered for a file; without memory before ``alloc``, and after ``free``."""
+    """Tensors in which others are gathered for a file, by number. They have memory from ``alloc`` until ``free``."""
 
-    @abc.abstractmethod
-    def tensors(self) -> Iterable[torch.Tensor]:
-        """Not collective. Return all of them."""
+    memory: dict[int, torch.Tensor]
 
     def alloc(self) -> None:
         """Not collective. Allocate the memory, unless it is there."""
-        for tensor in self.tensors():
-            take_memory(tensor)
+        for tensor in self.memory.values():
+            if not all(tensor.stride()):
+                tensor.data = tensor.new_empty(tensor.shape)
 
     def free(self) -> None:
         """Not collective. Free it."""
-        for tensor in self.tensors():
+        for tensor in self.memory.values():
             forget_memory(tensor)
 
     @abc.abstractmethod
@@ -98,25 +107,6 @@ class GatherBuffer(abc.ABC):
         """Fill the tensors that were gathered from the memory. Collective over their ranks."""
 
 
-class FullTensorBuffer(GatherBuffer):
-    """A sharded ``DTensor``, whole on each rank in `memory`."""
-
-    def __init__(self, tensor: DTensor) -> None:
-        self._tensor = tensor
-        self.memory = _compat.local_of(tensor).detach().new_empty(tensor.shape)
-        self.free()
-
-    def tensors(self) -> Iterable[torch.Tensor]:
-        return [self.memory]
-
-    def gather(self) -> None:
-        self.alloc()
-        self.memory.copy_(full_tensor(self._tensor))
-
-    def scatter(self) -> None:
-        fill_block(self._tensor, self.memory)
-
-
 def forget_memory(tensor: torch.Tensor) -> None:
     """Drop a tensor's memory, which others may go on to use; its shape stays.
 
@@ -125,10 +115,19 @@ def forget_memory(tensor: torch.Tensor) -> None:
     tensor.data = tensor.new_empty(()).expand(tensor.shape)
 
 
-def take_memory(tensor: torch.Tensor) -> None:
-    """Allocate the memory that ``forget_memory`` has dropped, unless it is there."""
-    if not all(tensor.stride()):
-        tensor.data = tensor.new_empty(tensor.shape)
+class FullTensorBuffer(GatherBuffer):
+    """A sharded ``DTensor``, whole on each rank."""
+
+    def __init__(self, tensor: DTensor) -> None:
+        self._tensor, self.memory = tensor, {0: local_of(tensor).detach().new_empty(tensor.shape)}
+        self.free()
+
+    def gather(self) -> None:
+        self.alloc()
+        self.memory[0].copy_(full_tensor(self._tensor))
+
+    def scatter(self) -> None:
+        fill_block(self._tensor, self.memory[0])
 
 
 @dataclass(frozen=True)
@@ -172,11 +171,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Rank0Tensor(TensorInfo):
-    """A tensor that rank 0 of a model alone has, which is the first rank of the first replica.
-
-    Attributes:
-        tensor: on that rank; None on others.
-    """
+    """A tensor that the first rank of the first replica alone has: it is None on others."""
 
     tensor: torch.Tensor | None = None
 
@@ -197,8 +192,8 @@ def unsharded(name: str, tensor: torch.Tensor, aliases: tuple[str, ...] = ()) ->
     """Describe a tensor that no unit shards: whole on all ranks, or a ``DTensor``, which is made whole for the file."""
     if not is_sharded(tensor):
         return replicated(name, local_of(tensor).detach(), aliases)
-    form = FullTensorBuffer(tensor)
-    return replace(replicated(name, form.memory, aliases), buffer=form)
+    buffer = FullTensorBuffer(tensor)
+    return replace(replicated(name, buffer.memory[0], aliases), buffer=buffer)
 
 
 def refuse_subclasses(tensors: Iterable[StateTensor]) -> None:
@@ -230,3 +225,135 @@ def mark_whole_state(tensor: torch.Tensor) -> torch.Tensor:
 def is_whole_state(value: object) -> bool:
     """Return whether ``mark_whole_state`` was called."""
     return getattr(value, _WHOLE_STATE, False)
+
+
+@dataclass(frozen=True)
+class LocalShards:
+    """A rank's memory of tensors that are sharded as a layout says.
+
+    Attributes:
+        layout: of the slots that the tensors belong to.
+        tensors: 1-D, one for each slot; None for slots that are left out, on all ranks alike.
+        whole_shard: whether each of them is the whole shard, or this rank's run of its own parameter.
+    """
+
+    layout: FlatLayout
+    tensors: Sequence[torch.Tensor | None]
+    whole_shard: bool
+
+    @classmethod
+    def of_shard(cls, layout: FlatLayout, shard: torch.Tensor) -> LocalShards:
+        """Return all slots in one tensor that is laid out like the shard."""
+        return cls(layout, [shard] * len(layout.slots), whole_shard=True)
+
+    @property
+    def present(self) -> list[int]:
+        """The slots that are not left out."""
+        return [index for index, tensor in enumerate(self.tensors) if tensor is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum({id(tensor): tensor.nbytes for tensor in self.tensors if tensor is not None}.values())
+
+    def runs(self, rank: int) -> list[Run]:
+        """Return the runs of a rank, at their places in its tensors."""
+        found = self.layout.runs(rank, apart=not self.whole_shard)
+        return [run for run in found if self.tensors[run.index] is not None]
+
+    def memory_of(self, run: Run) -> torch.Tensor:
+        """Return a run of this rank as a view."""
+        return self.tensors[run.index][run.offset : run.offset + run.numel]
+
+    def pieces(self, rank: int) -> dict[int, LocalPiece]:
+        """Return the runs in this memory, which is that of `rank`, by slot."""
+        return {run.index: LocalPiece(run.start, self.memory_of(run)) for run in self.runs(rank)}
+
+    def assembled(self, rank: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """Return one tensor laid out like the shard; what no slot owns may be anything."""
+        if self.whole_shard:
+            return self.tensors[self.present[0]].to(device, dtype).contiguous()
+        shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
+        for run in self.layout.runs(rank):
+            if self.tensors[run.index] is not None:
+                shard[run.offset : run.offset + run.numel].copy_(self.tensors[run.index])
+        return shard
+
+    def over(self, mesh: UnitMesh, *dims: Dim) -> ShardedBlocks:
+        """Return the slots as ranks along `dims` share them, with "tensor" all blocks. Collective, the first time."""
+        comm, num_blocks = mesh.comm(*dims), 1
+        places: Sequence[tuple[int, int]] = [(rank, 0) for rank in range(comm.size)]
+        if "tensor" in dims and mesh.tensor is not None:
+            num_blocks = mesh.tensor.size
+            places = mesh.places if mesh.dtensor_dim in dims else [(0, rank) for rank in range(comm.size)]
+        return ShardedBlocks(comm, places, num_blocks, self.layout, self.whole_shard)
+
+    def in_file(
+        self, mesh: UnitMesh, names: Sequence[str], *, with_aliases: bool = False, are_read_by_others: bool = False
+    ) -> list[StateTensor]:
+        """Not collective. Return the present slots as a file stores them; `names` are those of all slots."""
+        buffer = RangeBuffer(self, mesh, are_read_by_others=are_read_by_others)
+        pieces = self.pieces(min(mesh.shard.rank, self.layout.num_shards - 1))
+        found = []
+        for index in self.present:
+            slot, tensor = self.layout.slots[index], self.tensors[index]
+            aliases = slot.aliases if with_aliases else ()
+            if slot.is_cut:
+                found.append(buffer.add(index, names[index], aliases))
+                continue
+            first, edges = self.layout.of_tensor_rank(0).param_edges(slot.fqn)
+            runs = Runs(edges, mesh.copies[first : first + len(edges) - 1])
+            own = (pieces[index],) if index in pieces else ()
+            found.append(StateTensor(names[index], slot.shape, tensor.dtype, runs, own, aliases))
+        return found
+
+
+class RangeBuffer(GatherBuffer):
+    """Parameters that tensor-parallel ranks divide: by slot, this rank's range of the whole, 1-D, as a file stores it.
+
+    Args:
+        are_read_by_others: the ranks of a node share the memory of the shards: nothing may be received there.
+    """
+
+    def __init__(self, shards: LocalShards, mesh: UnitMesh, *, are_read_by_others: bool) -> None:
+        self._shards, self._mesh, self._are_read_by_others = shards, mesh, are_read_by_others
+        self._ranges: dict[int, list[tuple[int, int]]] = {}  # by slot, first element and number for each rank
+        self.memory = {}
+
+    @cached_property
+    def _blocks(self) -> ShardedBlocks:
+        return self._shards.over(self._mesh, self._mesh.dtensor_dim, "tensor")
+
+    def add(self, index: int, name: str, aliases: tuple[str, ...]) -> StateTensor:
+        """Not collective, once the ranks are known. Return a slot, of the same dtype as all others, in ranges."""
+        shape, shard = self._shards.layout.slots[index].whole_shape, self._shards.tensors[index]
+        numel, size = math.prod(shape), self._blocks.comm.size
+        step = max(-(-numel // size), _LEAST_NUMEL)
+        starts = [min(rank * step, numel) for rank in range(size + 1)]  # the first ranks have all
+        self._ranges[index] = ranges = [(begin, end - begin) for begin, end in itertools.pairwise(starts)]
+        start, mine = ranges[self._blocks.comm.rank]
+        self.memory[index] = shard.new_empty(mine)
+        forget_memory(self.memory[index])
+        edges = [*(begin for begin, filled in ranges if filled), numel]
+        runs = Runs(np.array(edges), self._mesh.block_copies[: len(edges) - 1])
+        pieces = (LocalPiece(start, self.memory[index]),) if mine else ()
+        return StateTensor(name, shape, shard.dtype, runs, pieces, aliases, self)
+
+    def gather(self) -> None:
+        self.alloc()
+        shards = self._cut_shards()
+        self._blocks.gather(shards, self._boxes, self.memory, next(iter(shards.values())).dtype)
+
+    def scatter(self) -> None:
+        shards = self._cut_shards()
+        shared = {shard.data_ptr(): shard for shard in shards.values()} if self._are_read_by_others else {}
+        copies = {place: shard.clone() for place, shard in shared.items()}
+        targets = {index: copies.get(shard.data_ptr(), shard) for index, shard in shards.items()}
+        self._blocks.scatter(self.memory.get, self._boxes, targets, next(iter(shards.values())).dtype)
+        for place, shard in shared.items():
+            shard.copy_(copies[place])
+
+    def _cut_shards(self) -> dict[int, torch.Tensor]:
+        return {index: self._shards.tensors[index] for index in self._ranges}
+
+    def _boxes(self, rank: int, index: int) -> Sequence[Box]:
+        return run_boxes(self._shards.layout.slots[index].whole_shape, *self._ranges[index][rank])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -28,14 +29,14 @@ from hpcfsdp.reshard.sharded_tensors import (
     create_chunk_dtensor,
     create_chunk_sharded_tensor,
     is_distributed,
+    is_sharded,
     local_blocks,
     properties_of,
     ranks_of_tensor,
 )
 from hpcfsdp.reshard.tiling import find_fault
 from hpcfsdp.state.settings import StateDictFormat
-from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.state.tensors import Rank0Tensor, shape_and_dtype
+from hpcfsdp.state.tensors import LocalShards, Rank0Tensor, shape_and_dtype
 from hpcfsdp.units.unit_mesh import Dim, UnitMesh
 
 
@@ -46,31 +47,24 @@ def gather(
     """Return what a state dict shows of `parts`, by slot; None for nothing. Collective over a replica of the unit.
 
     Results are new memory. Beyond it this allocates one gathered flat parameter where all ranks get whole tensors, and
-    otherwise a few parameters.
+    otherwise a few parameters. Ranks that `form` leaves out need not call this if they are of another replica.
 
     Args:
         dtype, device: of the parts. Chunks of a sharded result are stored there, too, unless they are offloaded.
-        form: ranks that it leaves out get None for all slots, and need not call this if they are of another replica.
     """
-    target = form.device(device)
+    target, found = form.device(device), {}
     if form.sharded and mesh.strategy is not ShardingStrategy.NO_SHARD:
         found = _gather_chunks(mesh, parts, dtype, target, form)
     elif form.rank0_only:
-        found = _gather_to_rank0(mesh, parts, dtype, target) if form.is_made_by(mesh) else {}
+        if form.is_made_by(mesh):
+            blocks = parts.over(mesh, "shard", "tensor")
+            found = _gather_boxes(blocks, parts, parts.present, _all_on_first(blocks), dtype, target)
     elif mesh.tensor is None:
         found = _gather_everywhere(mesh.shard, parts, dtype, target)
     else:
         found = _gather_everywhere(mesh.shard, parts, dtype, mesh.tensor.device)
         found = {index: _join_blocks(mesh.tensor, parts, index, block).to(target) for index, block in found.items()}
     return [found.get(index) for index in range(len(parts.layout.slots))]
-
-
-def _gather_to_rank0(
-    mesh: UnitMesh, parts: LocalShards, dtype: torch.dtype, target: torch.device
-) -> dict[int, torch.Tensor]:
-    """Return whole tensors on its first rank, nothing on the others. Collective over the first replica."""
-    blocks = parts.over(mesh, "shard", "tensor")
-    return _gather_boxes(blocks, parts, parts.present, _all_on_first(blocks), dtype, target)
 
 
 def _all_on_first(blocks: ShardedBlocks) -> BoxesOf:
@@ -134,10 +128,7 @@ def _join_blocks(comm: Communicator, parts: LocalShards, index: int, local: torc
 
 @contextlib.contextmanager
 def keeping_scratch() -> Iterator[None]:
-    """Return a context in which memory for what is gathered is allocated once, as large as the largest flat parameter.
-
-    New memory costs the host as much as the copy that comes after.
-    """
+    """Return a context in which memory to gather in is allocated once: new one costs as much as the copy."""
     token = _kept.set({})
     try:
         yield
@@ -171,14 +162,15 @@ def _gather_chunks(
     whole, divided = ([i for i in present if slots[i].is_cut is is_cut] for is_cut in (False, True))
     local = _gather_boxes(parts.over(mesh, "shard"), parts, whole, chunk, dtype, target)
     if divided:
-        local |= _gather_boxes(
-            parts.over(mesh, "shard", "tensor"), parts, divided, _chunks_of_blocks(mesh, parts, divided), dtype, target
-        )
+        blocks, ranks, tables = parts.over(mesh, "shard", "tensor"), mesh.ranks("shard", "tensor"), {}
+        for index in divided:
+            device_mesh, placements = mesh.placed(slots[index].block)
+            tables[index] = mesh_blocks(slots[index].whole_shape, device_mesh.mesh, placements)
+        local |= _gather_boxes(blocks, parts, divided, lambda rank, i: [tables[i][ranks[rank]]], dtype, target)
     found: dict[int, Any] = {}
     for index in present:
-        shape = slots[index].whole_shape
-        described = local.get(index), shape, dtype, target
-        if not shape:
+        described = local.get(index), slots[index].whole_shape, dtype, target
+        if not slots[index].whole_shape:
             found[index] = local[index]
         elif mesh.device_mesh is not None or mesh.tensor is not None or form.dtensor:
             found[index] = create_chunk_dtensor(*described, *mesh.placed(slots[index].block))
@@ -188,29 +180,16 @@ def _gather_chunks(
     return found
 
 
-def _chunks_of_blocks(mesh: UnitMesh, parts: LocalShards, divided: Collection[int]) -> BoxesOf:
-    """Return the chunks of parameters that are sharded twice. Collective over the ranks of the unit, the first time."""
-    ranks, tables = mesh.ranks("shard", "tensor"), {}
-    for index in divided:
-        slot = parts.layout.slots[index]
-        device_mesh, placements = mesh.placed(slot.block)
-        tables[index] = mesh_blocks(slot.whole_shape, device_mesh.mesh, placements)
-    return lambda rank, index: [tables[index][ranks[rank]]]
-
-
 @torch.no_grad()
 def scatter(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> None:
     """Do the opposite of ``gather``. Collective over the ranks of `mesh`, unless all of `values` are plain tensors.
 
+    All ranks refuse distributed tensors that are not on these ranks, or have no blocks of values, before they fill any.
+
     Args:
         parts: filled, converting to their dtype. What belongs to no slot is left alone.
-        values: for each slot a tensor that every rank has whole, a ``ShardedTensor`` or ``DTensor`` over
-            ``mesh.dtensor_ranks``, a ``Rank0Tensor``, or None to leave it alone; on all ranks alike, of the slot's
-            shape.
-
-    Raises:
-        StateDictError: a distributed tensor is on other ranks, or not all of it on these, or it is a ``DTensor`` of
-            a placement that is no block of values. Raised by all ranks, before anything is filled.
+        values: for each slot a tensor of its shape that every rank has whole, or a distributed one on
+            ``mesh.dtensor_ranks``, or a ``Rank0Tensor``, or None to leave it alone; on all ranks alike.
     """
     values = [_local_if_replicated(mesh, value) for value in values]
     tables: dict[tuple[Dim, ...], dict[int, list[list[Box]]]] = {}
@@ -223,30 +202,20 @@ def scatter(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any]) -> None:
         value, slot = values[run.index], parts.layout.slots[run.index]
         if isinstance(value, torch.Tensor) and not is_distributed(value):
             own = value[slot.block.box.slices] if slot.is_cut else value
-            _place(parts, run).copy_(_flat(own)[run.start : run.start + run.numel])
+            parts.memory_of(run).copy_(_flat(own)[run.start : run.start + run.numel])
     for dims, boxes in tables.items():
         blocks = parts.over(mesh, *dims)
         _scatter_boxes(blocks, parts, values, boxes, lambda rank, index, boxes=boxes: boxes[index][rank])
     from_rank0 = [index for index, value in enumerate(values) if isinstance(value, Rank0Tensor)]
-    if from_rank0:
-        _scatter_from_rank0(mesh, parts, values, from_rank0)
-
-
-def _scatter_from_rank0(mesh: UnitMesh, parts: LocalShards, values: Sequence[Any], chosen: Collection[int]) -> None:
-    """Fill the first replica from its first rank, then the others from it. Collective over the ranks of `mesh`."""
-    if mesh.is_first("replicate"):
+    if from_rank0 and mesh.is_first("replicate"):
         blocks = parts.over(mesh, "shard", "tensor")
-        _scatter_boxes(blocks, parts, values, chosen, _all_on_first(blocks))
-    if mesh.size("replicate") > 1:
-        _copy_from_first_replica(mesh, parts, chosen)
+        _scatter_boxes(blocks, parts, values, from_rank0, _all_on_first(blocks))
+    if from_rank0 and mesh.size("replicate") > 1:
+        _copy_from_first_replica(mesh, parts, from_rank0)
 
 
 def _scatter_boxes(
-    blocks: ShardedBlocks,
-    parts: LocalShards,
-    values: Sequence[Any],
-    chosen: Collection[int],
-    boxes: BoxesOf,
+    blocks: ShardedBlocks, parts: LocalShards, values: Sequence[Any], chosen: Collection[int], boxes: BoxesOf
 ) -> None:
     """Fill the `chosen` slots from values that have `boxes` on ranks. Collective over the ranks of `blocks`."""
     by_dtype: dict[torch.dtype, list[int]] = {}
@@ -259,13 +228,12 @@ def _scatter_boxes(
 
 def _copy_from_first_replica(mesh: UnitMesh, parts: LocalShards, chosen: Collection[int]) -> None:
     """Copy the runs of `chosen` slots, a batch at a time. Collective over ``mesh.replicate``."""
-    replicate, runs = mesh.replicate, [run for run in parts.runs(mesh.shard.rank) if run.index in chosen]
-    by_dtype: dict[torch.dtype, list[Run]] = {}
-    for run in runs:
+    replicate, by_dtype = mesh.replicate, dict[torch.dtype, list[Run]]()
+    for run in (run for run in parts.runs(mesh.shard.rank) if run.index in chosen):
         by_dtype.setdefault(parts.tensors[run.index].dtype, []).append(run)
     groups = batches([slot.numel for slot in parts.layout.slots])
-    for group, alike in ((group, alike) for group in groups for alike in by_dtype.values()):
-        places = [_place(parts, run) for run in alike if run.index in group]
+    for group, alike in itertools.product(groups, by_dtype.values()):
+        places = [parts.memory_of(run) for run in alike if run.index in group]
         if places:
             packed = torch.cat(places).to(replicate.device)
             replicate.broadcast(packed, 0)
@@ -274,19 +242,12 @@ def _copy_from_first_replica(mesh: UnitMesh, parts: LocalShards, chosen: Collect
 
 
 def lies_on_dtensor_ranks(mesh: UnitMesh, value: ShardedTensor | DTensor) -> bool:
-    """Return whether a distributed tensor is on ``mesh.dtensor_ranks`` alone: tensor-parallel ranks have others.
-
-    Not collective, once these ranks know each other's names.
-    """
+    """Return whether a tensor is on ``mesh.dtensor_ranks`` alone. Not collective, once their names are known."""
     return set(mesh.ranks(mesh.dtensor_dim)).issuperset(ranks_of_tensor(value))
 
 
 def check_blocks(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int]) -> None:
-    """Check that the ranks that share a unit have all of a distributed tensor. Not collective.
-
-    Args:
-        ranks: those of the world, see ``UnitMesh.ranks``.
-    """
+    """Check that `ranks` of the world, see ``UnitMesh.ranks``, have all of a distributed tensor. Not collective."""
     try:
         boxes = all_boxes(value)
     except ValueError as error:
@@ -316,10 +277,9 @@ def _boxes_by_rank(key: str, value: ShardedTensor | DTensor, ranks: Sequence[int
 
 def _local_if_replicated(mesh: UnitMesh, value: Any) -> Any:
     """Return the plain tensor of a ``DTensor`` that every rank has whole; any other value as it is."""
-    if isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements):
-        members = set(value.device_mesh.mesh.flatten().tolist())
-        if members.issuperset(mesh.ranks(mesh.dtensor_dim)):
-            return value.to_local()
+    is_replicated = isinstance(value, DTensor) and not is_sharded(value)
+    if is_replicated and set(ranks_of_tensor(value)).issuperset(mesh.ranks(mesh.dtensor_dim)):
+        return value.to_local()
     return value
 
 
@@ -333,8 +293,3 @@ def _stored(value: Any) -> torch.Tensor | None:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1)
-
-
-def _place(parts: LocalShards, run: Run) -> torch.Tensor:
-    """Return the memory of a run, as a view."""
-    return parts.tensors[run.index][run.offset : run.offset + run.numel]

@@ -21,8 +21,7 @@ from hpcfsdp.reshard.boxes import chunk_box
 from hpcfsdp.reshard.sharded_tensors import all_boxes, create_chunk_sharded_tensor, local_blocks, properties_of
 from hpcfsdp.state import transfer as scattering
 from hpcfsdp.state.settings import StateDictFormat
-from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.state.tensors import Rank0Tensor
+from hpcfsdp.state.tensors import LocalShards, Rank0Tensor
 from hpcfsdp.state.transfer import gather, scatter
 from hpcfsdp.units.groups import resolve_mesh
 

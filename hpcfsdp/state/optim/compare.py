@@ -23,23 +23,16 @@ from hpcfsdp.state.tensors import shape_and_dtype
 
 
 class PosDimTensorInfo(NamedTuple):
-    """The description of a tensor with dimensions."""
+    """The description of a tensor with dimensions; `carrier` is the name of its class."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     carrier: str = "Tensor"
-    """The name of its class."""
 
 
 @dataclass
 class StateInfo:
-    """The state of one parameter on one rank, without its large tensors.
-
-    Attributes:
-        tensors: with dimensions, by the name of the state.
-        scalar_tensors: without dimensions, in host memory.
-        non_tensors: all else.
-    """
+    """The state of one parameter on one rank, by name: tensors with dimensions, those without on the host, others."""
 
     tensors: dict[str, PosDimTensorInfo] = field(default_factory=dict)
     scalar_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -61,16 +54,12 @@ class StateInfo:
 
     def kinds(self, *, with_shapes: bool) -> dict[str, tuple[Any, ...]]:
         """Return each state as a tuple that can be compared and printed; of tensors the shape only if asked for."""
-        tensors = {
-            name: (info.dtype, *((info.carrier, "of shape", info.shape) if with_shapes else ()))
+        found: dict[str, tuple[Any, ...]] = {
+            name: ("a tensor", info.dtype, *((info.carrier, "of shape", info.shape) if with_shapes else ()))
             for name, info in self.tensors.items()
         }
-        scalars = {name: (value.dtype, value.item()) for name, value in self.scalar_tensors.items()}
-        return {
-            **{name: ("a tensor", *facts) for name, facts in tensors.items()},
-            **{name: ("a scalar", *facts) for name, facts in scalars.items()},
-            **{name: (f"a {type(value).__name__}", value) for name, value in self.non_tensors.items()},
-        }
+        found |= {name: ("a scalar", value.dtype, value.item()) for name, value in self.scalar_tensors.items()}
+        return found | {name: (f"a {type(value).__name__}", value) for name, value in self.non_tensors.items()}
 
 
 def is_zero_dim_tensor(value: Any) -> bool:
@@ -95,8 +84,7 @@ class RankState:
         states: by the name of the first parameter that an entry is for; sharded parameters alone.
         empty: names of parameters without elements in the rank's shard: it needs no state for them, and sends none.
         unsharded: of all other parameters.
-        names: of all sharded parameters, in the order of the model, the same on all ranks; by default those in
-            `states` and `empty`.
+        names: of all sharded parameters, in the order of the model, by default those in `states` and `empty`.
         with_shapes: whether tensors must have the same shape on all ranks; those of shards need not.
         order: of groups, parameters and keys in this rank's optimizer; ranks may have different ones.
         infos: the different states of sharded parameters.
@@ -136,32 +124,20 @@ class RankState:
 
     def text(self, part: str) -> bytes:
         """Return the pickle of a part. Raise what a user's own values raise when they are pickled."""
-        if part == "order":
-            return b""  # enough that it differs
-        if part == "states":
-            return pickle.dumps((self.table(), self.codes))
-        return pickle.dumps(getattr(self, part))
+        return b"" if part == "order" else pickle.dumps(self.content(part))  # enough that the order differs
 
-    def table(self) -> list[tuple[bytes, bytes]]:
-        """Return digests and pickles of the different states."""
-        return [*zip(self._places, map(pickle.dumps, self.infos), strict=True)]
+    def content(self, part: str) -> Any:
+        """Return a part; as "states" digests and pickles of the different ones, and codes."""
+        if part == "states":
+            return [*zip(self._places, map(pickle.dumps, self.infos), strict=True)], self.codes
+        return getattr(self, part)
 
 
 class GatheredState:
-    """The states of all ranks.
-
-    Parts are unpickled when they are first read. Errors that users' own values raise then may be raised on one rank
-    alone.
-    """
+    """The states of all ranks; parts that differ are `received`, compressed, and unpickled when first read."""
 
     def __init__(self, mine: RankState, received: Sequence[Mapping[str, bytes]]) -> None:
-        """
-        Args:
-            received: by rank, the parts that are not the same on all ranks, compressed.
-        """
-        self._mine = mine
-        self._received = received
-        self.with_shapes = mine.with_shapes
+        self._mine, self._received, self.with_shapes = mine, received, mine.with_shapes
 
     @cached_property
     def groups(self) -> list[Groups]:
@@ -175,15 +151,11 @@ class GatheredState:
 
     @property
     def has_one_order(self) -> bool:
-        """Whether the optimizers of all ranks have the same order."""
         return "order" not in self._received[0]
 
     @cached_property
     def states(self) -> tuple[list[str], list[StateInfo], np.ndarray]:
-        """The names of sharded parameters, their different states, and codes, ranks x names.
-
-        One row stands for all ranks if they have the same.
-        """
+        """Names of sharded parameters, different states, and codes, ranks x names; one row if ranks are equal."""
         if not {"names", "states"} & self._received[0].keys():
             return list(self._mine.names), self._mine.infos, self._mine.codes[None]
         names_of = self._by_rank("names")
@@ -194,8 +166,7 @@ class GatheredState:
         codes = np.full((len(names_of), len(names)), _LACKS, np.int32)
         infos: list[StateInfo] = []
         places: dict[bytes, int] = {}
-        for rank, own in enumerate(names_of):
-            table, own_codes = self._states_of(rank)
+        for rank, (own, (table, own_codes)) in enumerate(zip(names_of, self._by_rank("states"), strict=True)):
             for kind, text in table:
                 if kind not in places:
                     places[kind] = len(infos)
@@ -205,17 +176,9 @@ class GatheredState:
             codes[rank, columns[id(own)]] = common[own_codes]
         return names, infos, codes
 
-    def _states_of(self, rank: int) -> tuple[list[tuple[bytes, bytes]], np.ndarray]:
-        sent = self._received[rank].get("states")
-        return self._own_states if sent is None else _unpickled(rank, zlib.decompress(sent))
-
-    @cached_property
-    def _own_states(self) -> tuple[list[tuple[bytes, bytes]], np.ndarray]:
-        return self._mine.table(), self._mine.codes
-
     def _by_rank(self, part: str) -> list[Any]:
         if part not in self._received[0]:
-            return [getattr(self._mine, part)] * len(self._received)
+            return [self._mine.content(part)] * len(self._received)
         known: dict[bytes, Any] = {}
         for rank, texts in enumerate(self._received):
             if texts[part] not in known:
@@ -226,7 +189,7 @@ class GatheredState:
 def _unpickled(rank: int, text: bytes) -> Any:
     try:
         return pickle.loads(text)
-    except Exception as error:  # whatever a class of a user's own raises
+    except Exception as error:  # whatever a class of a user's own raises, perhaps on this rank alone
         raise StateDictError(
             f"the optimizer's state or groups of rank {rank} cannot be unpickled: {type(error).__name__}: {error}: "
             "all ranks must be able to import the modules that define its classes"
@@ -238,11 +201,8 @@ def allgather_state_info(
 ) -> GatheredState:
     """Return the states of all ranks. Collective over `ranks`.
 
-    Ranks exchange hashes, and then the parts that differ: with flat parameters usually none, with original parameters
-    the states, as ranks have shards of different ones.
-
-    Args:
-        digests: of all ranks, where they have exchanged them already.
+    Ranks exchange `digests`, unless they have done so, and then the parts that differ: with flat parameters usually
+    none, with original parameters the states, as ranks have shards of different ones.
     """
     with profile(Phase.OBJECT_GATHER):
         digests = digests or ranks.all_gather_object(mine.digests)
@@ -256,12 +216,7 @@ def allgather_state_info(
 
 
 def convert_all_state_info(gathered: GatheredState) -> dict[str, StateInfo]:
-    """Return the states of all ranks together, compared.
-
-    Raises:
-        StateDictError: a rank lacks state that another one has, or has different state: names both ranks and states;
-            or it cannot be unpickled.
-    """
+    """Return the states of all ranks together. Refuse those that differ, or that a rank lacks, by rank and name."""
     names, infos, codes = gathered.states
     has = codes >= 0
     first_rank = has.argmax(axis=0)
@@ -280,11 +235,7 @@ def convert_all_state_info(gathered: GatheredState) -> dict[str, StateInfo]:
 
 
 def differing_unsharded(gathered: GatheredState) -> str | None:
-    """Describe the first unsharded parameter that has different state on two ranks; None if there is none.
-
-    Raises:
-        StateDictError: it cannot be unpickled.
-    """
+    """Describe the first unsharded parameter that has different state on two ranks; None if there is none."""
     first, *others = gathered.unsharded
     for rank, one in enumerate(others, 1):
         if one is first:
@@ -302,11 +253,8 @@ def check_same_groups(gathered: GatheredState) -> None:
     for rank, groups in enumerate(others, 1):
         if groups is first:
             continue
-        where = f"of rank {rank}'s optimizer"
         if len(groups) != len(first):
-            raise StateDictError(
-                f"there are {len(groups)} parameter groups in rank {rank}'s optimizer, but {len(first)} in rank 0's"
-            )
+            raise StateDictError(f"rank {rank}'s optimizer has {len(groups)} parameter groups, rank 0's {len(first)}")
         for place, ((names, hyper), (first_names, first_hyper)) in enumerate(zip(groups, first, strict=True)):
             odd = sorted(set(names) ^ set(first_names))
             if odd:
@@ -315,16 +263,12 @@ def check_same_groups(gathered: GatheredState) -> None:
                     f"{odd[0]!r} is in parameter group {place} of rank {has}'s optimizer, but not of rank {lacks}'s"
                 )
             for key in sorted(hyper.keys() | first_hyper.keys()):
-                here, there = hyper.get(key), first_hyper.get(key)
-                if (key in hyper) != (key in first_hyper) or not same(here, there):
+                if (key in hyper) != (key in first_hyper) or not same(hyper[key], first_hyper[key]):
+                    here, there = (repr(each[key]) if key in each else "missing" for each in (hyper, first_hyper))
                     raise StateDictError(
-                        f"{key!r} in parameter group {place} {where} is {_value(hyper, key)}, of rank 0's "
-                        f"{_value(first_hyper, key)}" + (f" (the group of {names[0]!r})" if names else "")
+                        f"{key!r} in parameter group {place} of rank {rank}'s optimizer is {here}, of rank 0's {there}"
+                        + (f" (the group of {names[0]!r})" if names else "")
                     )
-
-
-def _value(hyper: Mapping[str, Any], key: str) -> str:
-    return repr(hyper[key]) if key in hyper else "missing"
 
 
 def _check_same(name: str, ranks: tuple[int, int], first: StateInfo, other: StateInfo, *, with_shapes: bool) -> None:

@@ -21,10 +21,16 @@ from hpcfsdp.state.optim.compare import (
     check_same_groups,
     convert_all_state_info,
 )
-from hpcfsdp.state.optim.keys import FSDPParamInfo, StepsWholeTensors, rekey_sharded_optim_state_dict, with_params
+from hpcfsdp.state.optim.keys import (
+    FSDPParamInfo,
+    StepsWholeTensors,
+    hyper,
+    rekey_sharded_optim_state_dict,
+    with_params,
+)
 from hpcfsdp.state.optim.load import allocate_optim_state
 from hpcfsdp.state.optim.load_plan import LoadPlan, flatten_zero_dim_tensor_optim_state
-from hpcfsdp.state.optim.save import LocalOptimState, unflatten_param_groups
+from hpcfsdp.state.optim.save import FlatParamState, LocalOptimState, unflatten_param_groups
 from hpcfsdp.state.optim.values import FLAGS, Unpicklable, deep_copy
 from hpcfsdp.state.tensors import Runs, StateTensor, TensorInfo, unsharded
 
@@ -33,13 +39,7 @@ Scalar = bool | int | float
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The state of an optimizer, by the names of the model's parameters.
-
-    Attributes:
-        tensors: named ``fqn/key``.
-        scalars: values that are Python numbers, by ``fqn/key``.
-        groups: ``param_groups`` with parameters by name.
-    """
+    """The state of an optimizer: tensors and Python numbers, named ``fqn/key``, and groups with parameters by name."""
 
     tensors: list[StateTensor]
     scalars: dict[str, Scalar]
@@ -71,16 +71,11 @@ States = Mapping[Any, Mapping[str, Any]]
 
 
 def local_state(model: nn.Module, optimizer: torch.optim.Optimizer, states: States) -> LocalOptimState:
-    """Not collective. Return the state of this rank's optimizer, by the names of a checkpoint.
-
-    Args:
-        states: the optimizer's, or what one of ``StepsWholeTensors`` shows.
-    """
+    """Not collective. Return the state of this rank's optimizer, or what ``StepsWholeTensors`` show, by saved names."""
     odd = next((key for key in states if not isinstance(key, torch.Tensor)), None)
     if odd is not None:
         raise CheckpointError(
-            f"the optimizer's state holds {odd!r}, which belongs to no parameter: keep it in the param_groups, or "
-            "pass it as extra="
+            f"the optimizer's state holds {odd!r}, which belongs to no parameter: keep it in a group, or pass extra="
         )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = iter(range(len(params)))
@@ -107,13 +102,7 @@ def gather_state(
 
 
 def state_elsewhere(gathered: GatheredState | None) -> dict[str, StateInfo]:
-    """Not collective. Return the state of original parameters on the ranks that have elements of them.
-
-    A rank without elements of a parameter does not step it. To write with others, it needs to know their state.
-
-    Raises:
-        CheckpointError: ranks have different state of one parameter.
-    """
+    """Not collective. Return state of original parameters, also without elements here, to write it with others."""
     if gathered is None:
         return {}
     with _errors_as(CheckpointError):
@@ -122,32 +111,27 @@ def state_elsewhere(gathered: GatheredState | None) -> dict[str, StateInfo]:
 
 
 def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo], ranks: DTensorRanks) -> OptimizerState:
-    """Not collective. Return the optimizer's state on this rank.
-
-    Args:
-        ranks: of the model.
-        elsewhere: see ``state_elsewhere``.
-    """
+    """Not collective. Return the optimizer's state on this rank; for `elsewhere` see ``state_elsewhere``."""
     tensors: list[StateTensor] = []
     scalars: dict[str, Scalar] = {}
 
     def add(fqn: str, state: Mapping[str, Any], writer: int = 0) -> None:
         for key, value in state.items():
+            what = f"optimizer state {key!r} of {fqn!r}"
             if "/" in key:
-                raise CheckpointError(f"optimizer state {key!r} of {fqn!r}: a key with / in it cannot be saved")
+                raise CheckpointError(f"{what}: a key with / in it cannot be saved")
             if isinstance(value, torch.Tensor):
                 found = ranks.state_tensor(f"{fqn}/{key}", value)
                 tensors.append(replace(found, runs=Runs.of((0, 1), ((writer,),))) if writer else found)
             elif isinstance(value, (bool, int, float)):
                 scalars[f"{fqn}/{key}"] = value
             elif isinstance(value, Unpicklable):
-                raise CheckpointError(f"optimizer state {key!r} of {fqn!r} is {value}")
+                raise CheckpointError(f"{what} is {value}")
             elif value is not None:
-                raise CheckpointError(
-                    f"optimizer state {key!r} of {fqn!r} is a {type(value).__name__}: tensors and numbers can be saved"
-                )
+                raise CheckpointError(f"{what} is a {type(value).__name__}: tensors and numbers can be saved")
 
-    for info, state in own.flat_param_states(elsewhere):
+    for info in dict.fromkeys(own.infos.values()):
+        state = FlatParamState.of(info, own.states, elsewhere)
         for (key, _), parts in state.shards.items():
             if "/" in key:
                 raise CheckpointError(f"optimizer state {key!r}: a key with / in it cannot be saved")
@@ -171,16 +155,10 @@ def _writer_of_scalars(info: FSDPParamInfo, fqn: str) -> int:
 
 
 def named_groups(optimizer: torch.optim.Optimizer, params: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """Not collective. Return the present ``param_groups``, copied, with the names of their parameters, by group.
-
-    Raises:
-        CheckpointError: a value cannot be copied.
-    """
+    """Not collective. Return the present ``param_groups``, copied, with the names of their parameters, by group."""
     with _errors_as(CheckpointError):
-        for group in optimizer.param_groups:
-            for hyper, value in group.items():
-                if hyper != "params":
-                    deep_copy(f"{hyper!r} of a parameter group", value)
+        for name, value in (item for group in optimizer.param_groups for item in hyper(group).items()):
+            deep_copy(f"{name!r} of a parameter group", value)
     pairs = zip(optimizer.param_groups, params, strict=True)
     return [with_params(group, list(names), list(names)) for group, names in pairs]
 
@@ -196,16 +174,7 @@ class OptimizerRestore:
         scalars: Mapping[str, Scalar],
         groups: list[dict[str, Any]],
     ) -> None:
-        """Not collective, once the ranks that share parameters know each other. Plan the state of `optimizer`.
-
-        Args:
-            saved: the checkpoint's tensors by ``fqn/key``; `scalars` likewise.
-            groups: the checkpoint's ``param_groups``, parameters by name.
-
-        Raises:
-            CheckpointMismatchError: the groups hold other parameters, or state within one flat parameter differs in
-                kind.
-        """
+        """Plan the state, see ``OptimizerState``. Not collective, once ranks that share parameters know each other."""
         _check_named(groups)
         given: dict[str, dict[str, TensorInfo | Scalar]] = {}
         for name, value in [*saved.items(), *scalars.items()]:
@@ -257,25 +226,15 @@ class OptimizerRestore:
         return [fqn for key in self._plan.keys for fqn in key.unflat_param_names]
 
     def check(self) -> None:
-        """Check, when all tensors are filled, that one flat parameter has one value of each scalar.
-
-        Raises:
-            CheckpointMismatchError: scalars of one flat parameter differ between its parameters.
-        """
+        """Check, when all tensors are filled, that one flat parameter has one value of each scalar."""
         with _errors_as(CheckpointMismatchError):
             for fqn, key, names, values in self._unread:
                 self._state[fqn][key] = flatten_zero_dim_tensor_optim_state(key, values, names)
 
     def apply(self) -> None:
-        """Put the new state and hyper-parameters in place. Collective for an optimizer of ``StepsWholeTensors``.
-
-        Raises:
-            CheckpointMismatchError: on all ranks, if the state does not fit the owners of whole tensors.
-        """
-        new = {
-            self._plan.params[own_key]: state
-            for own_key, state in rekey_sharded_optim_state_dict(self._state, self._plan.keys).items()
-        }
+        """Put the new state and hyper-parameters in place. Collective for an optimizer of ``StepsWholeTensors``."""
+        rekeyed = rekey_sharded_optim_state_dict(self._state, self._plan.keys)
+        new = {self._plan.params[own_key]: state for own_key, state in rekeyed.items()}
         if isinstance(self._optimizer, StepsWholeTensors):
             with _errors_as(CheckpointMismatchError):
                 self._optimizer.load_shown_state(new)
@@ -283,20 +242,20 @@ class OptimizerRestore:
             for param in [param for param in self._optimizer.state if isinstance(param, torch.Tensor)]:
                 del self._optimizer.state[param]
             self._optimizer.state.update(new)
-        for group, hyper in zip(self._optimizer.param_groups, self._groups, strict=True):
-            for key, value in hyper.items():
+        for group, new_values in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for key, value in new_values.items():
                 if isinstance(group.get(key), torch.Tensor):  # a capturable optimizer's lr has to stay the tensor it is
                     group[key].copy_(value)
                 else:
                     group[key] = value
 
 
-def _empty_state(param: nn.Parameter, hyper: Mapping[str, Any], key: str, value: TensorInfo) -> torch.Tensor:
+def _empty_state(param: nn.Parameter, group: Mapping[str, Any], key: str, value: TensorInfo) -> torch.Tensor:
     """Return memory for a state that is whole on this rank, or for a number."""
     # Torch's optimizers keep the step on the CPU unless they are capturable or fused.
     if isinstance(param, DTensor) and value.shape == tuple(param.shape):
         return torch.zeros_like(param.detach(), dtype=value.dtype)
-    is_on_device = value.shape or key != "step" or hyper.get("capturable") or hyper.get("fused")
+    is_on_device = value.shape or key != "step" or group.get("capturable") or group.get("fused")
     return torch.zeros(value.shape, dtype=value.dtype, device=param.device if is_on_device else "cpu")
 
 

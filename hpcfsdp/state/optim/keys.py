@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -49,11 +49,9 @@ class StepsWholeTensors(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class FSDPParamInfo:
-    """A flat parameter and its names, for the state of an optimizer.
+    """A flat parameter and the ranks that share it, for the state of an optimizer.
 
     Attributes:
-        mesh: the ranks that share it.
-        flat: the parameter.
         layout: of its parameters, under their names in the whole model.
         is_stepped_whole: whether the optimizer is one of ``StepsWholeTensors``.
     """
@@ -93,12 +91,7 @@ class FSDPParamInfo:
 
 
 class OptimStateKey(NamedTuple):
-    """The parameters that an entry of optimizer state is for, the same on all ranks.
-
-    Attributes:
-        unflat_param_names: their names in the model; several for a flat parameter.
-        is_fsdp_managed: whether they are sharded.
-    """
+    """The parameters that an entry of optimizer state is for, by their names in the model; several for a flat one."""
 
     unflat_param_names: tuple[str, ...]
     is_fsdp_managed: bool
@@ -115,17 +108,11 @@ def get_fqn_to_fsdp_param_info(
 ) -> dict[str, FSDPParamInfo]:
     """Return the flat parameter that each sharded parameter of the model is in, in the order of units.
 
-    Tied parameters are there under their first name.
-
-    Args:
-        optim: the optimizer whose state it is for.
-        in_file: whether names are those of a checkpoint, see ``state.model.flat_params``.
+    Tied parameters are there under their first name: of a state dict, or of a checkpoint (see ``flat_params``).
     """
-    sharded_params = (
-        flat_params(model) if in_file else ((f, layout, u.mesh) for u, f, layout in named_flat_params(model))
-    )
+    found = flat_params(model) if in_file else ((flat, names, u.mesh) for u, flat, names in named_flat_params(model))
     is_stepped_whole = isinstance(optim, StepsWholeTensors)
-    infos = [FSDPParamInfo(mesh, flat, layout, is_stepped_whole) for flat, layout, mesh in sharded_params]
+    infos = [FSDPParamInfo(mesh, flat, layout, is_stepped_whole) for flat, layout, mesh in found]
     return {slot.fqn: info for info in infos for slot in info.layout.slots}
 
 
@@ -134,10 +121,8 @@ def get_param_to_fqns(
 ) -> dict[nn.Parameter, list[str]]:
     """Return the names in the whole model of each parameter, in the order of ``model.parameters()``.
 
-    Of tied parameters the first name. A flat parameter has the names of all parameters in it.
-
-    Args:
-        fqn_to_info, in_file: see ``get_fqn_to_fsdp_param_info``.
+    Of tied parameters the first name. A flat parameter has the names of all parameters in it. For other arguments see
+    ``get_fqn_to_fsdp_param_info``.
     """
     infos = get_fqn_to_fsdp_param_info(model, in_file=in_file) if fqn_to_info is None else fqn_to_info
     sharded_params: dict[nn.Parameter, list[str]] = {}
@@ -177,16 +162,13 @@ def get_param_groups_of_optim_input(model: nn.Module, optim_input: OptimInput = 
         raise ValueError("optim_input is empty: pass what the optimizer was built from")
     if all(isinstance(entry, torch.Tensor) for entry in entries):
         return [entries]
-    groups = []
     for place, entry in enumerate(entries):
         if not isinstance(entry, Mapping) or "params" not in entry:
             raise TypeError(
-                f"optim_input[{place}] must be a group, a dict with the key 'params', like all others, not "
-                f"{type(entry).__name__}"
+                f"optim_input[{place}] must be a group, a dict with 'params' as all others, not {type(entry).__name__}"
             )
-        params = entry["params"]
-        groups.append([params] if isinstance(params, torch.Tensor) else list(params))
-    return groups
+    given = (entry["params"] for entry in entries)
+    return [[params] if isinstance(params, torch.Tensor) else list(params) for params in given]
 
 
 def get_param_id_to_param_from_optim_input(model: nn.Module, optim_input: OptimInput = None) -> dict[int, nn.Parameter]:
@@ -209,8 +191,7 @@ def is_named_optimizer(optim_state_dict: Mapping[str, Any]) -> bool:
 def get_param_key_to_param(
     optim: torch.optim.Optimizer, model: nn.Module | None = None, is_named_optimizer: bool = False
 ) -> dict[ParamKey, nn.Parameter]:
-    """Return the key of each parameter in an optimizer's state dict: its number, or its name in an optimizer with
-    names.
+    """Return the key of each parameter in an optimizer's state dict: its number, or its name if that has names.
 
     Names are those that the optimizer was given (``named_parameters`` of torch's ``_NamedOptimizer``, ``params`` of
     TorchRec's ``KeyedOptimizer``), and otherwise those of ``model.named_parameters()``, names of wrappers included.
@@ -218,7 +199,9 @@ def get_param_key_to_param(
     params = [param for group in optim.param_groups for param in group["params"]]
     if not is_named_optimizer:
         return dict(enumerate(params))
-    names = _given_names(optim)
+    known = (getattr(optim, attribute, None) for attribute in ("named_parameters", "params"))
+    given: Mapping[str, Any] = next((names for names in known if isinstance(names, Mapping)), {})
+    names = {param: name for name, param in given.items() if isinstance(param, torch.Tensor)}
     for name, param in model.named_parameters() if model is not None else ():
         names.setdefault(param, name)
     for place, param in enumerate(params):
@@ -228,14 +211,6 @@ def get_param_key_to_param(
                 "the model: build the optimizer from model.named_parameters() after wrapping the model"
             )
     return {names[param]: param for param in params}
-
-
-def _given_names(optim: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
-    for attribute in ("named_parameters", "params"):
-        given = getattr(optim, attribute, None)
-        if isinstance(given, Mapping):
-            return {param: name for name, param in given.items() if isinstance(param, torch.Tensor)}
-    return {}
 
 
 def get_param_to_param_key(
@@ -286,30 +261,22 @@ def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_params(group: Mapping[str, Any], params: list[Any], names: list[Any]) -> dict[str, Any]:
-    """Return a copy of a parameter group with other keys for its parameters.
-
-    Args:
-        names: of the parameters, in a group of an optimizer that was built from names.
-    """
+    """Return a copy of a parameter group with other keys, and `names` if the optimizer was built from names."""
     copied = copy.deepcopy(hyper(group))
     return {**copied, **({"param_names": list(names)} if "param_names" in copied else {}), "params": params}
 
 
 def check_missing_keys_on_rank(rank: int, present: Iterable[str], expected: Mapping[str, int]) -> None:
-    """Raise if a rank lacks optimizer state of a parameter that another one has.
-
-    Args:
-        present: the names of parameters of which `rank` has state.
-        expected: names, each with a rank that has it.
-    """
-    here = set(present)
-    missing = {name: other for name, other in expected.items() if name not in here}
+    """Raise if `rank`, with state of the parameters `present`, lacks an `expected` one, which another rank has."""
+    missing = dict(expected)
+    for name in present:
+        missing.pop(name, None)
     if missing:
         (name, other), more = next(iter(missing.items())), len(missing) - 1
+        others = f" and {more} other parameter(s)" if more else ""
         raise StateDictError(
-            f"rank {rank} has no optimizer state of {name!r}"
-            + (f" and {more} other parameter(s)" if more else "")
-            + f", and rank {other} has: all ranks must step the same parameters"
+            f"rank {rank} has no optimizer state of {name!r}{others}, and rank {other} has: all ranks must step the "
+            "same parameters"
         )
 
 
@@ -367,20 +334,7 @@ def rekey_optim_state_dict(
 
     Names are those of `model`, wrappers' left out; numbers are those of the optimizer, and come in its order: by that
     ``Optimizer.load_state_dict`` goes, and not by number. Of tied parameters a state dict may have each name: the state
-    of the first one counts. Tensors are shared with what was given.
-
-    Args:
-        optim_state_key_type: what keys are to be.
-        model: `optim` steps its parameters, or an optimizer built from `optim_input`, by default from
-            ``model.parameters()``. A wrapped one has to have ``use_orig_params=True``.
-
-    Returns:
-        A new dict; the one that was given if its keys are of that kind already.
-
-    Raises:
-        TypeError: `optim_state_key_type` is none.
-        StateDictError: names and numbers are mixed, are not those of the model and the optimizer, one number stands
-            for several names, or a parameter is in two groups.
+    of the first one counts. Tensors are shared with what was given, which is the result if it has such keys already.
     """
     if not isinstance(optim_state_key_type, OptimStateKeyType):
         raise TypeError(f"optim_state_key_type must be an OptimStateKeyType, not {optim_state_key_type!r}")
@@ -391,15 +345,14 @@ def rekey_optim_state_dict(
     kinds = {type(key) for key in keys}
     if len(kinds) > 1 or not kinds <= {int, str}:
         raise StateDictError(
-            f"the keys of the state dict are {sorted(kind.__name__ for kind in kinds)}: they must be either all names "
-            "or all numbers"
+            f"the keys of the state dict are {sorted(kind.__name__ for kind in kinds)}: pass all names or all numbers"
         )
     if kinds <= {wanted}:
         return optim_state_dict
     names = _names(model, optim, optim_input)
     if wanted is str:
         check_numbers(keys, names)
-        rename: Callable[[Any], ParamKey] = names.__getitem__
+        rename: Mapping[Any, ParamKey] = names
     else:
         numbers = {name: number for number, name in names.items()}
         aliases = get_aliases(model)
@@ -412,12 +365,12 @@ def rekey_optim_state_dict(
                 f"the state dict holds {idle[0]!r}, which the optimizer does not step: leave it out, or pass the "
                 "optimizer that the state dict is of"
             )
-        rename = numbers.__getitem__
-    rekeyed: dict[str, Any] = {"state": {rename(key): value for key, value in state.items()}}
+        rename = numbers
+    rekeyed: dict[str, Any] = {"state": {rename[key]: value for key, value in state.items()}}
     if wanted is int:
         rekeyed["state"].update({number: state[name] for number, name in names.items() if name in state})
     if "param_groups" in optim_state_dict:
-        params = [[rename(key) for key in group["params"]] for group in groups]
+        params = [[rename[key] for key in group["params"]] for group in groups]
         if wanted is int:
             params = [sorted(set(numbers)) for numbers in params]
             _check_in_one_group(params, names)
@@ -426,7 +379,10 @@ def rekey_optim_state_dict(
             for group, keys in zip(groups, params, strict=True)
         ]
         if wanted is int:
-            rekeyed["param_groups"] = _in_order(rekeyed["param_groups"])
+            # By their first number; those without parameters stay where they are.
+            filled = (group for group in rekeyed["param_groups"] if group["params"])
+            ordered = iter(sorted(filled, key=lambda group: group["params"][0]))
+            rekeyed["param_groups"] = [next(ordered) if g["params"] else g for g in rekeyed["param_groups"]]
             if optim is not None:
                 _check_groups(rekeyed["param_groups"], optim, names)
     return rekeyed
@@ -435,13 +391,12 @@ def rekey_optim_state_dict(
 def _check_in_one_group(params: list[list[int]], names: Mapping[int, str]) -> None:
     """Refuse groups that have a parameter in common, as two names of tied parameters may be in two."""
     places: dict[int, int] = {}
-    for place, numbers in enumerate(params):
-        for number in numbers:
-            if places.setdefault(number, place) != place:
-                raise StateDictError(
-                    f"{names[number]!r}, or another parameter that is tied to it, is in the parameter groups "
-                    f"{places[number]} and {place} of the state dict: leave it in one"
-                )
+    for place, number in ((place, number) for place, numbers in enumerate(params) for number in numbers):
+        if places.setdefault(number, place) != place:
+            raise StateDictError(
+                f"{names[number]!r}, or another parameter that is tied to it, is in the parameter groups "
+                f"{places[number]} and {place} of the state dict: leave it in one"
+            )
 
 
 def _check_groups(groups: list[dict[str, Any]], optim: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
@@ -453,19 +408,11 @@ def _check_groups(groups: list[dict[str, Any]], optim: torch.optim.Optimizer, na
     for place, (group, expected) in enumerate(zip(groups, own, strict=True)):
         odd = sorted(set(group["params"]) ^ set(expected))
         if odd:
-            has, lacks = "state dict", "optimizer"
-            if odd[0] in expected:
-                has, lacks = lacks, has
+            has, lacks = ("optimizer", "state dict") if odd[0] in expected else ("state dict", "optimizer")
             raise StateDictError(
                 f"{names[odd[0]]!r} is in parameter group {place} of the {has}, but not of the {lacks}: build the "
                 "optimizer with the groups that were saved"
             )
-
-
-def _in_order(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups by their first number; those without parameters stay where they are."""
-    ordered = iter(sorted((group for group in groups if group["params"]), key=lambda group: group["params"][0]))
-    return [next(ordered) if group["params"] else group for group in groups]
 
 
 def check_numbers(keys: list[int], names: Mapping[int, str]) -> None:
@@ -501,10 +448,6 @@ def _names(model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: O
 def rekey_sharded_optim_state_dict(
     states: Mapping[str, dict[str, Any]], keys: Mapping[OptimStateKey, ParamKey]
 ) -> dict[ParamKey, dict[str, Any]]:
-    """Return state by the keys of this rank's optimizer, in its order.
-
-    Args:
-        states: by the first parameter that an entry is for.
-    """
+    """Return state, by the first parameter that an entry is for, by the keys of this rank's optimizer, in its order."""
     named = ((key.unflat_param_names[0], own_key) for key, own_key in keys.items())
     return {own_key: states[name] for name, own_key in named if name in states}

@@ -23,8 +23,7 @@ from hpcfsdp.state.optim.load_plan import LoadPlan, StatePlan
 from hpcfsdp.state.optim.values import on_host, place_steps
 from hpcfsdp.state.rank0 import broadcast_tensor, broadcast_values, rank0_tensor
 from hpcfsdp.state.settings import optim_format_of
-from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.state.tensors import Rank0Tensor, mark_whole_state, shape_and_dtype
+from hpcfsdp.state.tensors import LocalShards, Rank0Tensor, mark_whole_state, shape_and_dtype
 from hpcfsdp.state.transfer import check_blocks, scatter
 from hpcfsdp.units.flat_unit import units_in
 
@@ -36,7 +35,6 @@ class NewState:
     """The state that the parameters of one flat parameter will have, with memory that is to be filled.
 
     Attributes:
-        states: by the first parameter that an entry is for.
         shards: the name of a state, memory for this rank's part of it, and the value in the state dict for each slot.
         whole: by entry and name, tensors of other shapes than the parameter, which a checkpoint fills.
     """
@@ -51,9 +49,6 @@ def allocate_optim_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) ->
 
     Tensors are 1-D: this rank's shard, or its run of a parameter, which may be empty. Original parameters under
     ``NO_SHARD`` have theirs whole.
-
-    Args:
-        plans: by the first parameter that an entry is for.
     """
     device, layout, is_flat = info.flat.parameter.device, info.layout, not info.flat.use_orig_params
     new = NewState({fqn: dict(plan.others) for fqn, plan in plans.items()})
@@ -96,10 +91,7 @@ def _empty_shard(info: FSDPParamInfo, dtype: torch.dtype) -> torch.Tensor:
 
 
 def flatten_optim_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) -> dict[str, dict[str, Any]]:
-    """Return a flat parameter's state. Collective over the ranks of ``info.mesh`` unless all values are plain tensors.
-
-    Args, returns: see ``allocate_optim_state``.
-    """
+    """Return a flat parameter's state. Collective over ``info.mesh``, unless all values are plain tensors."""
     new = allocate_optim_state(info, plans)
     for _, parts, values in new.shards:
         with profile(Phase.RESHARDING, parts.nbytes):
@@ -110,11 +102,7 @@ def flatten_optim_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) -> 
 def broadcast_processed_state(ranks: Communicator | Grid, optim_state_dict: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the state dict of rank 0, with a ``Rank0Tensor`` for each tensor with dimensions. Collective over `ranks`.
 
-    Args:
-        optim_state_dict: on rank 0; ignored elsewhere. ``state`` and ``param_groups`` are sent, and nothing else.
-
-    Raises:
-        StateDictError: on all ranks, if rank 0 cannot send a value, or another rank cannot read it.
+    That of other ranks is ignored. ``state`` and ``param_groups`` are sent, and nothing else.
     """
     return broadcast_values(ranks, lambda: _processed(optim_state_dict or {"state": {}}))
 
@@ -139,9 +127,7 @@ def _processed(optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def broadcast_state(ranks: Communicator | Grid, value: Any, device: torch.device) -> Any:
-    """Return others as they are. Collective over `ranks` for a ``Rank0Tensor``: return the tensor, on `device` of all
-    ranks.
-    """
+    """Return the tensor of a ``Rank0Tensor``, on `device`, collective over `ranks`; and any other value as it is."""
     return broadcast_tensor(ranks, value).to(device) if isinstance(value, Rank0Tensor) else value
 
 
@@ -178,26 +164,18 @@ def optim_state_dict_to_load(
     """Return the state dict that this rank's optimizer loads. Collective over all ranks of the model.
 
     All ranks check it, and compare what they have been given, before any tensor moves. Then one flat parameter at a
-    time is filled. Neither the optimizer nor what was given is changed.
+    time is filled. Neither the optimizer nor what was given is changed. Other arguments are those of
+    ``StateDictMethods``.
 
     Args:
-        optim: steps the parameters of the wrapped model.
         optim_state_dict: of the whole model's optimizer, parameters by name; tensors whole, or distributed over the
             ranks that the model is sharded over.
         rank0_only: rank 0 alone has it, whole; that of other ranks is ignored. None: as the model is set.
-        is_named_optimizer: whether `optim` has names for keys.
         strict: parameters with state in the optimizer must have some in the state dict.
-        optim_input: instead of `optim`: what it was built from.
-        group: the ranks, where they are not those of the model.
 
     Returns:
         ``state`` by the keys of this rank's optimizer, with tensors in the shapes of what it steps, and
         ``param_groups`` in its order, if there are any; new memory. Entries without parameters are copied.
-
-    Raises:
-        StateDictError: on all ranks, if it does not fit the model or the optimizer, or ranks do not fit together.
-        DisagreementError: ranks have different `rank0_only` or `strict`.
-        EngineError: a unit is at work, or summoned.
     """
     ranks = ranks_of_model(model, group)
     with SimpleProfiler("optim_state_dict_to_load", log):
@@ -246,8 +224,7 @@ def optim_state_dict_to_load(
 def _scattered(plan: LoadPlan, ranks: Communicator | Grid, infos: Mapping[FSDPParamInfo, bool]) -> dict[str, Any]:
     """Return the state dict, once ranks agree. Collective over all ranks, unless every rank has whole tensors.
 
-    Args:
-        infos: the flat parameters; False where rank 0, which alone has tensors, has to send them whole.
+    Of the flat parameters, `infos`, those are False for which rank 0, which alone has tensors, has to send them whole.
     """
     states: dict[str, dict[str, Any]] = {}
     for info, goes_in_parts in infos.items():

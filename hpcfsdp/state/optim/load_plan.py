@@ -5,6 +5,7 @@ Nothing is sent and nothing changed. ``load`` fills it from a state dict, ``in_f
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,18 +38,22 @@ from hpcfsdp.state.optim.values import FLAGS, deep_copy, picklable, same
 from hpcfsdp.state.tensors import TensorInfo, shape_and_dtype
 from hpcfsdp.state.wrappers import clean_fqn
 
+log = logging.getLogger("hpcfsdp.optim")
+
 TORCH_SCALARS = {"step", "mu_product", "eta", "mu"}
 """State that torch's optimizers have once for each parameter: it has no dimensions, whatever the parameter has."""
+
+_SHARED = "which share one flat parameter here: wrap them in different units, or pass use_orig_params=True"
 
 
 @dataclass
 class StatePlan:
-    """What the state of one entry of the optimizer will be.
+    """What the state of one entry of the optimizer will be, by name.
 
     Attributes:
-        tensors: by name, for each parameter of the entry the value in the state dict; of the parameter's shape.
-        others: by name, scalars and all else, ready.
-        unread: by name, scalars without values yet, for each parameter of the entry.
+        tensors: for each parameter of the entry the value in the state dict; of the parameter's shape.
+        others: scalars and all else, ready.
+        unread: scalars without values yet, for each parameter of the entry.
     """
 
     tensors: dict[str, list[Any]] = field(default_factory=dict)
@@ -57,34 +62,18 @@ class StatePlan:
 
 
 def elementwise_names(states: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    """Return the names of states with a value for each element, judged by parameters with dimensions.
-
-    Of a parameter without dimensions such a state has none either, and looks like a scalar.
-    """
-    found: set[str] = set()
-    known: set[str] = set()
-    for fqn, state in states.items():
-        if not isinstance(state, Mapping) or not shapes.get(fqn):
-            continue
-        for name, value in state.items():
-            described = shape_and_dtype(value)
-            if described is not None:
-                known.add(name)
-                if described[0]:
-                    found.add(name)
-    unknown = {name for state in states.values() if isinstance(state, Mapping) for name in state} - known
-    return found | {name for name in unknown if name not in TORCH_SCALARS}
+    """Return the names of states with a value for each element, by parameters that are not one number themselves."""
+    named = [(fqn, state) for fqn, state in states.items() if isinstance(state, Mapping)]
+    judged = [(name, shape_and_dtype(v)) for fqn, state in named if shapes.get(fqn) for name, v in state.items()]
+    tensors = {name for name, described in judged if described is not None}
+    found = {name for name, described in judged if described is not None and described[0]}
+    return found | {name for _, state in named for name in state} - tensors - TORCH_SCALARS
 
 
 def plan_flat_state(
     info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], elementwise: set[str]
 ) -> StatePlan | None:
-    """Return what the state of a flat parameter will be; None if none of its parameters has any.
-
-    Args:
-        states: of the whole model's optimizer, by name.
-        elementwise: see ``elementwise_names``.
-    """
+    """Return what the state of a flat parameter will be; None without any. See ``elementwise_names``."""
     fqns = list(info.param_indices)
     present = [fqn for fqn in fqns if states.get(fqn)]
     if not present:
@@ -96,29 +85,24 @@ def plan_flat_state(
                 _check_shape(slot.fqn, name, value, slot.whole_shape)
     absent = [fqn for fqn in fqns if not states.get(fqn)]
     if absent:
-        raise StateDictError(
-            f"there is state of {present[0]!r} ({', '.join(sorted(states[present[0]]))}) and none of {absent[0]!r}, "
-            "which share one flat parameter here: wrap them in different units, or pass use_orig_params=True"
-        )
+        names = ", ".join(sorted(states[present[0]]))
+        raise StateDictError(f"there is state of {present[0]!r} ({names}) and none of {absent[0]!r}, {_SHARED}")
     plan = StatePlan()
     for name in sorted({name for fqn in fqns for name in states[fqn]}):
         lacking = next((fqn for fqn in fqns if name not in states[fqn]), None)
         if lacking is not None:
             having = next(fqn for fqn in fqns if name in states[fqn])
-            raise StateDictError(
-                f"there is state {name!r} of {having!r} and none of {lacking!r}, which share one flat parameter here: "
-                "wrap them in different units, or pass use_orig_params=True"
-            )
+            raise StateDictError(f"there is state {name!r} of {having!r} and none of {lacking!r}, {_SHARED}")
         values = [states[fqn][name] for fqn in fqns]
         kinds = [_kind(info, index, name, value, elementwise) for index, value in enumerate(values)]
-        if len(set(kinds)) > 1:
-            odd = next(index for index, kind in enumerate(kinds) if kind != kinds[0])
+        facts = [(kind, kind == "tensor" and shape_and_dtype(v)[1]) for kind, v in zip(kinds, values, strict=True)]
+        odd = next((index for index, fact in enumerate(facts) if fact != facts[0]), None)
+        if odd is not None:
             raise StateDictError(
                 f"state {name!r} of {fqns[0]!r} is {_describe(values[0])}, of {fqns[odd]!r} {_describe(values[odd])}, "
                 "which share one flat parameter here"
             )
         if kinds[0] == "tensor":
-            _check_tensors(info, name, values)
             plan.tensors[name] = values
         elif kinds[0] == "scalar" and isinstance(values[0], TensorInfo):
             plan.unread[name] = values
@@ -130,27 +114,20 @@ def plan_flat_state(
 
 
 def plan_orig_state(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any], elementwise: set[str]) -> StatePlan | None:
-    """Return what the state of a parameter will be that the optimizer steps by itself; None if it has none.
-
-    Raises:
-        StateDictError: a tensor has another shape than the parameter, or a value cannot be copied.
-    """
+    """Return what the state of a parameter will be that the optimizer steps by itself; None if it has none."""
     if not state:
         return None
     plan, index = StatePlan(), info.param_indices[fqn]
-    for name in sorted(state):
-        value = state[name]
-        if _kind(info, index, name, value, elementwise) != "tensor":
-            if isinstance(value, TensorInfo):
-                plan.unread[name] = [value]
-            else:
-                is_tensor = isinstance(value, torch.Tensor)
-                own = value.detach().clone() if is_tensor else deep_copy(f"{name!r} of {fqn!r}", value)
-                plan.others[name] = own
-            continue
-        if not info.has_state_of_any_shape(fqn) or is_distributed(value):
-            _check_shape(fqn, name, value, info.layout.slots[index].whole_shape)
-        plan.tensors[name] = [value]
+    for name, value in sorted_items(state):
+        if _kind(info, index, name, value, elementwise) == "tensor":
+            if not info.has_state_of_any_shape(fqn) or is_distributed(value):
+                _check_shape(fqn, name, value, info.layout.slots[index].whole_shape)
+            plan.tensors[name] = [value]
+        elif isinstance(value, TensorInfo):
+            plan.unread[name] = [value]
+        else:
+            is_tensor = isinstance(value, torch.Tensor)
+            plan.others[name] = value.detach().clone() if is_tensor else deep_copy(f"{name!r} of {fqn!r}", value)
     return plan
 
 
@@ -171,19 +148,6 @@ def _describe(value: Any) -> str:
     return f"a {described[1]} tensor of shape {described[0]}"
 
 
-def _check_tensors(info: FSDPParamInfo, name: str, values: Sequence[Any]) -> None:
-    slots = info.layout.slots
-    for slot, value in zip(slots, values, strict=True):
-        _check_shape(slot.fqn, name, value, slot.whole_shape)
-    dtypes = [shape_and_dtype(value)[1] for value in values]
-    for slot, dtype in zip(slots, dtypes, strict=True):
-        if dtype != dtypes[0]:
-            raise StateDictError(
-                f"state {name!r} of {slots[0].fqn!r} is {dtypes[0]}, of {slot.fqn!r} {dtype}, which share one flat "
-                "parameter here"
-            )
-
-
 def _check_shape(fqn: str, name: str, value: Any, shape: Sequence[int]) -> None:
     given = shape_and_dtype(value)[0]
     if given != tuple(shape):
@@ -199,28 +163,24 @@ def flatten_zero_dim_tensor_optim_state(name: str, values: Sequence[torch.Tensor
         if value.dtype != values[0].dtype or not same(value, values[0]):
             raise StateDictError(
                 f"state {name!r} is {values[0].item()} ({values[0].dtype}) for {fqns[0]!r} and {value.item()} "
-                f"({value.dtype}) for {fqn!r}, which share one flat parameter here: wrap them in different units, or "
-                "pass use_orig_params=True"
+                f"({value.dtype}) for {fqn!r}, {_SHARED}"
             )
     return values[0].detach().clone()
 
 
 def flatten_non_tensor_optim_state(name: str, values: Sequence[Any], fqns: Sequence[str]) -> Any:
     """Return the value that all parameters of one flat parameter have, copied."""
-    for fqn, value in zip(fqns, values, strict=True):
-        if type(value) is not type(values[0]) or not same(value, values[0]):
-            raise StateDictError(
-                f"state {name!r} is {values[0]!r} for {fqns[0]!r} and {value!r} for {fqn!r}, which share one flat "
-                "parameter here: wrap them in different units, or pass use_orig_params=True"
-            )
+    for fqn, one in zip(fqns, values, strict=True):
+        if type(one) is not type(values[0]) or not same(one, values[0]):
+            raise StateDictError(f"state {name!r} is {values[0]!r} for {fqns[0]!r} and {one!r} for {fqn!r}, {_SHARED}")
     return deep_copy(f"{name!r} of {fqns[0]!r}", values[0])
-
-
-log = logging.getLogger("hpcfsdp.optim")
 
 
 class LoadPlan:
     """Which value goes where, checked on this rank, before anything is sent.
+
+    Arguments are those of ``optim_state_dict_to_load``. With `in_file`, names are those of a checkpoint, and tensors a
+    ``TensorInfo`` each. All state that the optimizer has is replaced, whatever it is.
 
     Attributes:
         infos: the flat parameter of each sharded parameter, by name.
@@ -244,28 +204,19 @@ class LoadPlan:
         strict: bool = True,
         in_file: bool = False,
     ) -> None:
-        """
-        Args:
-            optim, optim_state_dict, optim_input: see ``optim_state_dict_to_load``.
-            strict: parameters with state in the optimizer must have some in the state dict.
-            in_file: names are those of a checkpoint, and tensors a ``TensorInfo`` each. All state that the optimizer
-                has is replaced, whatever it is.
-
-        Raises:
-            StateDictError: it does not fit the model or the optimizer.
-        """
         self._what = "the checkpoint" if in_file else "the state dict"
-        if optim_input is not None:  # perhaps a generator
+        if optim is None or optim_input is not None:  # perhaps a generator
             optim_input = [{"params": params} for params in get_param_groups_of_optim_input(model, optim_input)]
         self.infos = get_fqn_to_fsdp_param_info(model, optim, in_file=in_file)
         fqns = get_param_to_fqns(model, self.infos, in_file=in_file)
-        self.params = params = resolve_param_keys(model, optim, optim_input, is_named_optimizer=is_named_optimizer)
-        self.keys = map_param_key_to_optim_keys(params, fqns, self.infos)
+        self.params = resolve_param_keys(model, optim, optim_input, is_named_optimizer=is_named_optimizer)
+        self.keys = map_param_key_to_optim_keys(self.params, fqns, self.infos)
+        self._names_of = {own_key: key.unflat_param_names for key, own_key in self.keys.items()}
         self._aliases = {} if in_file else get_aliases(model)
         known = {name for names in fqns.values() for name in names}
         given = self._by_name(optim_state_dict["state"])
         users = {key: value for key, value in given.items() if _is_users(key, value, given, known)}
-        self.users = {key: _entry_copied_but_tensors(repr(key), value) for key, value in users.items()}
+        self.users = {key: _copied_but_tensors(repr(key), value) for key, value in users.items()}
         self.states = {key: value for key, value in given.items() if key not in users}
         check_known(self.states, known, self._what if in_file else "the optimizer's state dict")
         self.dtensors = {name: param for param, names in fqns.items() if isinstance(param, DTensor) for name in names}
@@ -277,22 +228,17 @@ class LoadPlan:
         elementwise = elementwise_names(self.states, shapes)
         for key in self.keys:
             self._plan_entry(key, elementwise)
-        self._check_nothing_is_lost(params, optim if strict and not in_file else None)
+        self._check_nothing_is_lost(optim if strict and not in_file else None)
         if optim is not None and not in_file:
-            self._check_shapes_held(params, optim)
+            self._check_shapes_held(optim)
         self.groups = None
         if "param_groups" in optim_state_dict:
-            by_param: dict[nn.Parameter, ParamKey] = {param: key for key, param in params.items()}
-            stepped = (
-                get_param_groups_of_optim_input(model, optim_input)
-                if optim is None
-                else [group["params"] for group in optim.param_groups]
-            )
-            own = [[by_param[param] for param in group] for group in stepped]
+            by_param = {param: key for key, param in self.params.items()}
+            stepped: Any = optim_input if optim is None else optim.param_groups
+            own = [[by_param[param] for param in group["params"]] for group in stepped]
             self.groups = self._matched(optim_state_dict["param_groups"], own, known | set(self._aliases))
             if not in_file:
-                hypers = [hyper(group) for group in optim.param_groups] if optim is not None else [{} for _ in own]
-                self.groups = list(map(merged, hypers, self.groups))
+                self.groups = list(map(merged, map(hyper, stepped), self.groups))
 
     def _name(self, key: Any) -> Any:
         """Return the first name of the parameter that a state dict calls `key`."""
@@ -308,22 +254,21 @@ class LoadPlan:
         return found
 
     def _readable(self, fqn: str, state: Any, is_chunked: bool) -> dict[str, Any]:
-        """Return the state of one parameter, with plain tensors for distributed ones that are loaded as they are.
-
-        Args:
-            is_chunked: the parameter is a distributed tensor itself that no unit owns: so is its state.
-        """
+        """Return state with plain tensors for distributed ones that are loaded as they are."""
         if not isinstance(state, Mapping):
             raise StateDictError(f"the state of {fqn!r} is a dict of names and values, not a {type(state).__name__}")
         found = {}
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 check_readable(f"{fqn}/{name}", value)
+            # The state of a chunked parameter, which is a distributed tensor itself that no unit owns, is one, too.
             is_filled = fqn in self.infos and is_distributed(value) and properties_of(value)[0]
             if not is_distributed(value) or is_filled or is_chunked:
                 found[name] = value
                 continue
-            found[name] = _whole_here(value)
+            found[name], (whole, _) = None, properties_of(value)
+            with contextlib.suppress(ValueError):  # it is a sum over ranks, say
+                found[name] = next((block for box, block in local_blocks(value) if tuple(box.sizes) == whole), None)
             if found[name] is None:
                 why = "has no dimensions" if fqn in self.infos else "is of a parameter that is not sharded here"
                 raise StateDictError(
@@ -336,10 +281,7 @@ class LoadPlan:
         name = key.unflat_param_names[0]
         if not key.is_fsdp_managed:
             if self.states.get(name):
-                self.unsharded[name] = {
-                    state: _copied_but_tensors(f"{state!r} of {name!r}", value)
-                    for state, value in sorted_items(self.states[name])
-                }
+                self.unsharded[name] = _copied_but_tensors(repr(name), dict(sorted_items(self.states[name])))
             return
         info = self.infos[name]
         if info.flat.use_orig_params:
@@ -349,45 +291,41 @@ class LoadPlan:
         if plan is not None:
             self.entries[name] = plan
 
-    def _check_nothing_is_lost(
-        self, params: Mapping[ParamKey, nn.Parameter], optim: torch.optim.Optimizer | None
-    ) -> None:
+    def _check_nothing_is_lost(self, optim: torch.optim.Optimizer | None) -> None:
         """Refuse state that no parameter gets, and parameters that would lose the state that they have."""
         stepped = {name for key in self.keys for name in key.unflat_param_names}
         idle = [fqn for fqn, state in self.states.items() if state and fqn not in stepped]
         if idle:
+            more = f" and {len(idle) - 1} other parameter(s)" if len(idle) > 1 else ""
             raise StateDictError(
-                f"{self._what} holds state of {idle[0]!r}"
-                + (f" and {len(idle) - 1} other parameter(s)" if len(idle) > 1 else "")
-                + ", which the optimizer does not step: leave it out, or add the parameter to the optimizer"
+                f"{self._what} holds state of {idle[0]!r}{more}, which the optimizer does not step: leave it out, or "
+                "add the parameter to the optimizer"
             )
         if not any(self.states.values()) and (optim is None or not any(optim.state.values())):
             return
-        for key, own_key in self.keys.items():
-            name = key.unflat_param_names[0]
+        for own_key, (name, *_) in self._names_of.items():
+            held: Mapping[str, Any] = {} if optim is None else optim.state.get(self.params[own_key], {})
+            names = sorted(map(str, held))
             if name in self.entries or name in self.unsharded:
-                if optim is not None:
-                    _check_same_names(name, self.states[name], optim.state.get(params[own_key], {}))
-                continue
-            if not params[own_key].requires_grad:
-                continue
-            if optim is not None and optim.state.get(params[own_key]):
+                lacking = sorted(str(state) for state in held if state not in self.states[name])
+                if lacking:
+                    raise StateDictError(
+                        f"the state dict holds no {lacking[0]!r} of {name!r}, and has {sorted(self.states[name])}; the "
+                        f"optimizer has {names}: the state belongs to another optimizer, or to one with other options"
+                    )
+            elif self.params[own_key].requires_grad and held:
                 raise StateDictError(
-                    f"{self._what} holds no state of {name!r}, but the optimizer has some "
-                    f"({', '.join(sorted(map(str, optim.state[params[own_key]])))}): this parameter would start "
-                    "without state while the others continue"
+                    f"{self._what} holds no state of {name!r}, but the optimizer has some ({', '.join(names)}): this "
+                    "parameter would start without state while the others continue"
                 )
-            log.info("%s holds no state of %r: the optimizer will create it at its next step", self._what, name)
+            elif self.params[own_key].requires_grad:
+                log.info("%s holds no state of %r: the optimizer will create it at its next step", self._what, name)
 
-    def _check_shapes_held(self, params: Mapping[ParamKey, nn.Parameter], optim: torch.optim.Optimizer) -> None:
-        """Refuse state of whole parameters in another shape than the optimizer's own state has.
-
-        It may have any shape. State of sharded parameters has that of the parameter, see ``plan_flat_state``.
-        """
-        for key, own_key in self.keys.items():
-            name = key.unflat_param_names[0]
+    def _check_shapes_held(self, optim: torch.optim.Optimizer) -> None:
+        """Refuse state of whole parameters, which may have any shape, in another one than the optimizer's has."""
+        for own_key, (name, *_) in self._names_of.items():
             if name in self.unsharded or (name in self.entries and self.infos[name].has_state_of_any_shape(name)):
-                for state, held in optim.state.get(params[own_key], {}).items():
+                for state, held in optim.state.get(self.params[own_key], {}).items():
                     here, given = shape_and_dtype(held), shape_and_dtype(self.states[name].get(state))
                     if here is not None and given is not None and here[0] != given[0]:
                         raise StateDictError(
@@ -396,19 +334,15 @@ class LoadPlan:
                         )
 
     def _matched(
-        self,
-        given: Sequence[Mapping[str, Any]],
-        own: list[list[ParamKey]],
-        known: set[str],
+        self, given: Sequence[Mapping[str, Any]], own: list[list[ParamKey]], known: set[str]
     ) -> list[dict[str, Any]]:
         """Return the groups of the state dict in the order of the optimizer's, with the keys of its parameters."""
-        names_of = {own_key: key.unflat_param_names for key, own_key in self.keys.items()}
         for group in given:
             check_known(map(self._name, group["params"]), known, "param_groups")
         left = [({self._name(key) for key in group["params"]}, group) for group in given]
         found = []
         for place, keys in enumerate(own):
-            names = {name for key in keys for name in names_of[key]}
+            names = {name for key in keys for name in self._names_of[key]}
             match = next((index for index, (other, _) in enumerate(left) if other == names), None)
             if match is None:
                 raise StateDictError(_no_such_group(self._what, place, names, [other for other, _ in left]))
@@ -433,16 +367,11 @@ class LoadPlan:
 
     def to_message(self) -> RankState:
         """Return the message to other ranks."""
-        sharded = set(self.infos)
-        names_of = {own_key: key.unflat_param_names for key, own_key in self.keys.items()}
-        groups = [
-            (
-                [name for key in group["params"] for name in names_of[key] if name in sharded],
-                {key: picklable(value) for key, value in hyper(group).items()},
-            )
-            for group in self.groups or ()
-        ]
-        states = {fqn: StateInfo.of(state) for fqn, state in self.states.items() if fqn in sharded}
+        groups = []
+        for group in self.groups or ():
+            names = [name for key in group["params"] for name in self._names_of[key] if name in self.infos]
+            groups.append((names, {key: picklable(value) for key, value in hyper(group).items()}))
+        states = {fqn: StateInfo.of(state) for fqn, state in self.states.items() if fqn in self.infos}
         return RankState(groups, states, names=list(self.infos), with_shapes=True)
 
 
@@ -459,43 +388,18 @@ def merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = torch.as_tensor(value, dtype=now.dtype, device=now.device)
         elif isinstance(now, tuple) and isinstance(value, list):
             found[key] = tuple(value)
-    if "param_names" in found:  # an optimizer that was built from names has names of its own parameters
-        found.pop("param_names")
-        if "param_names" in own:
-            found["param_names"] = list(own["param_names"])
-    return found
+    found.pop("param_names", None)  # an optimizer that was built from names has names of its own parameters
+    return {**found, "param_names": list(own["param_names"])} if "param_names" in own else found
 
 
-def _whole_here(value: ShardedTensor | DTensor) -> torch.Tensor | None:
-    """Return the values of a distributed tensor if this rank has all of them."""
-    try:
-        blocks = local_blocks(value)
-    except ValueError:  # it is a sum over ranks, say
-        return None
-    whole, _ = properties_of(value)
-    return next((block for box, block in blocks if tuple(box.sizes) == whole), None)
+def _copied_but_tensors(what: str, entry: Any) -> Any:
+    """Copy an entry of state for all ranks to raise errors now, but tensors, which are copied or sent later."""
 
+    def copied(what: str, value: Any) -> Any:
+        return value if isinstance(value, (torch.Tensor, TensorInfo)) else deep_copy(what, value)
 
-def _copied_but_tensors(what: str, value: Any) -> Any:
-    """Copy a value of state, for all ranks to raise errors now; a tensor, which is copied or sent later, stays."""
-    return value if isinstance(value, (torch.Tensor, TensorInfo)) else deep_copy(what, value)
-
-
-def _entry_copied_but_tensors(what: str, value: Any) -> Any:
-    """Copy an entry that is no parameter's: a dict of such values, or anything else."""
-    if not isinstance(value, Mapping):
-        return _copied_but_tensors(what, value)
-    return {name: _copied_but_tensors(f"{name!r} of {what}", inner) for name, inner in value.items()}
-
-
-def _check_same_names(fqn: str, given: Mapping[str, Any], held: Mapping[str, Any]) -> None:
-    """Refuse state of a parameter that lacks a name in the optimizer's own state: the next step would miss it."""
-    lacking = sorted(str(name) for name in held if name not in given)
-    if lacking:
-        raise StateDictError(
-            f"the state dict holds no {lacking[0]!r} of {fqn!r}, and has {sorted(map(str, given))}; the optimizer "
-            f"has {sorted(map(str, held))}: the state belongs to another optimizer, or to one with other options"
-        )
+    is_dict = isinstance(entry, Mapping)
+    return {k: copied(f"{k!r} of {what}", value) for k, value in entry.items()} if is_dict else copied(what, entry)
 
 
 def _is_users(key: Any, value: Any, given: Mapping[Any, Any], known: set[str]) -> bool:

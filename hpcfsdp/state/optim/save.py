@@ -31,7 +31,6 @@ from hpcfsdp.state.optim.compare import (
 from hpcfsdp.state.optim.keys import (
     FSDPParamInfo,
     OptimInput,
-    OptimStateKey,
     ParamKey,
     StepsWholeTensors,
     check_is_state_dict,
@@ -47,8 +46,7 @@ from hpcfsdp.state.optim.keys import (
 )
 from hpcfsdp.state.optim.values import Unpicklable, check_nested, deep_copy, picklable
 from hpcfsdp.state.settings import StateDictFormat, optim_format_of
-from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.state.tensors import is_whole_state
+from hpcfsdp.state.tensors import LocalShards, is_whole_state
 from hpcfsdp.state.transfer import gather, keeping_scratch
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.units.flat_unit import units_in
@@ -56,12 +54,12 @@ from hpcfsdp.units.flat_unit import units_in
 
 @dataclass
 class FlatParamState:
-    """This rank's state of the parameters in a flat parameter.
+    """This rank's state of the parameters in a flat parameter; all but shards is by parameter, the same on all ranks.
 
     Attributes:
         shards: by name and dtype, state with a value for each element of the parameters.
-        whole: by parameter, tensors of other shapes, of parameters that somebody steps whole; the same on all ranks.
-        scalars, others: by parameter, tensors without dimensions, and what is no tensor; the same on all ranks.
+        whole: tensors of other shapes, of parameters that somebody steps whole.
+        scalars, others: tensors without dimensions, and what is no tensor.
     """
 
     shards: dict[tuple[str, torch.dtype], LocalShards] = field(default_factory=dict)
@@ -73,11 +71,7 @@ class FlatParamState:
     def of(
         cls, info: FSDPParamInfo, states: Mapping[str, Mapping[str, Any]], merged: Mapping[str, StateInfo]
     ) -> FlatParamState:
-        """
-        Args:
-            states: this rank's, by the first parameter that an entry is for.
-            merged: those of all ranks, see ``convert_all_state_info``: for parameters without elements on this rank.
-        """
+        """Sort this rank's `states`. Those of parameters without elements here follow from all ranks' (`merged`)."""
         found, slots = cls(), info.layout.slots
         runs: dict[tuple[str, torch.dtype], list[torch.Tensor | None]] = {}
         for index, slot in enumerate(slots):
@@ -101,10 +95,7 @@ class FlatParamState:
 
 
 def _of_no_elements(info: StateInfo | None, held: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Return the state of a parameter without elements on this rank: that of other ranks, without elements.
-
-    No rank has compared the state `held` here; it is used where other ranks cannot send theirs.
-    """
+    """Return state without elements as others have it; values that they cannot send are those `held` here."""
     if info is None:
         return {}
     tensors = {
@@ -119,7 +110,7 @@ def _of_no_elements(info: StateInfo | None, held: Mapping[str, Any], param: torc
 
 
 class LocalOptimState:
-    """The state of this rank's optimizer, by names that all ranks know.
+    """The state of this rank's optimizer, by names that all ranks know: those of a state dict, or of a checkpoint.
 
     Attributes:
         infos: the flat parameter of each sharded parameter, by name.
@@ -139,34 +130,30 @@ class LocalOptimState:
         *,
         in_file: bool = False,
     ) -> None:
-        """
-        Args:
-            in_file: whether names are those of a checkpoint, see ``state.model.flat_params``.
-
-        Raises:
-            StateDictError: the state dict is not the optimizer's, or has a value that cannot be copied or divided.
-        """
         check_is_state_dict(optim_state_dict)
         self.infos = get_fqn_to_fsdp_param_info(model, optim, in_file=in_file)
         self.fqns = get_param_to_fqns(model, self.infos, in_file=in_file)
         named = is_named_optimizer(optim_state_dict)
-        self.params: Mapping[ParamKey, nn.Parameter] = resolve_param_keys(
-            model, optim, optim_input, is_named_optimizer=named
-        )
+        self.params = resolve_param_keys(model, optim, optim_input, is_named_optimizer=named)
         keys = map_param_key_to_optim_keys(self.params, self.fqns, self.infos)
         optim_state_dict = with_keys_of(self.params, optim_state_dict) if named else optim_state_dict
         given = optim_state_dict["state"]
         self.states: dict[str, Mapping[str, Any]] = {}
         self.unsharded: dict[str, Mapping[str, Any]] = {}
-        for key, own_key in keys.items():
+        for ((name, *_), is_sharded), own_key in keys.items():
             state = given.get(own_key)
             if state is not None and not isinstance(state, Mapping):
                 raise StateDictError(
-                    f"the optimizer's state of {key.unflat_param_names[0]!r} is a dict of names and values, not "
-                    f"{describe(state)}"
+                    f"the optimizer's state of {name!r} is a dict of names and values, not {describe(state)}"
                 )
-            if state:
-                self._add(key, state)
+            if not state:
+                continue
+            check_nested(name, state)
+            # Copied now, so that a value that cannot be copied is an error that all ranks raise.
+            state = {key: _copied_or_tensor((name, key), value) for key, value in state.items()}
+            if is_sharded:
+                check_state_shapes(self.infos[name], name, state)
+            (self.states if is_sharded else self.unsharded)[name] = state
         self.users = {key: _copied_or_tensor((key,), value) for key, value in given.items() if key not in self.params}
         self.groups = optim_state_dict.get("param_groups")
         for group in self.groups or ():
@@ -179,22 +166,6 @@ class LocalOptimState:
                 f"the optimizer's state dict holds parameter {strangers[0]!r}, but the optimizer has only "
                 f"{len(self.params)} parameter(s): pass the state dict of this optimizer"
             )
-
-    def _add(self, key: OptimStateKey, state: Mapping[str, Any]) -> None:
-        name = key.unflat_param_names[0]
-        check_nested(name, state)
-        # Copied now, so that a value that cannot be copied is an error that all ranks raise.
-        state = {key: _copied_or_tensor((name, key), value) for key, value in state.items()}
-        if not key.is_fsdp_managed:
-            self.unsharded[name] = state
-            return
-        check_state_shapes(self.infos[name], name, state)
-        self.states[name] = state
-
-    def flat_param_states(self, merged: Mapping[str, StateInfo]) -> list[tuple[FSDPParamInfo, FlatParamState]]:
-        """Not collective. Return the state of each flat parameter, in the order of the model, which all ranks have."""
-        infos = dict.fromkeys(self.infos.values())
-        return [(info, FlatParamState.of(info, self.states, merged)) for info in infos]
 
     def check_is_first(self) -> None:
         """Refuse units if the first rank of the model cannot get their state."""
@@ -218,10 +189,11 @@ class LocalOptimState:
 
     def to_message(self) -> RankState:
         """Return the message to other ranks."""
-        groups = []
-        for group in self.groups or ():
-            names = [name for key in group["params"] for name in self.fqns[self.params[key]] if name in self.infos]
-            groups.append((names, {key: picklable(value) for key, value in hyper(group).items()}))
+        named = [([n for key in g["params"] for n in self.fqns[self.params[key]]], g) for g in self.groups or ()]
+        groups = [
+            ([n for n in names if n in self.infos], {key: picklable(value) for key, value in hyper(group).items()})
+            for names, group in named
+        ]
         empty = {
             name
             for name, info in self.infos.items()
@@ -230,26 +202,22 @@ class LocalOptimState:
         states, unsharded = (
             {name: StateInfo.of(state) for name, state in states.items()} for states in (self.states, self.unsharded)
         )
-        order = [([n for key in g["params"] for n in self.fqns[self.params[key]]], list(g)) for g in self.groups or ()]
+        order = [(names, list(group)) for names, group in named]
         return RankState(groups, states, empty, unsharded, list(self.infos), order=order)
 
     def reorder_groups(self) -> None:
         """Sort groups in an order that all ranks know: parameters as in the model, keys by their names."""
         places = {param: place for place, param in enumerate(self.fqns)}
 
-        def reordered(group: Mapping[str, Any]) -> dict[str, Any]:
-            params = sorted(group["params"], key=lambda key: places[self.params[key]])
-            return {"params": params, **{key: group[key] for key in sorted(group, key=str) if key != "params"}}
-
-        self.groups = None if self.groups is None else [reordered(group) for group in self.groups]
+        params = [sorted(group["params"], key=lambda key: places[self.params[key]]) for group in self.groups or ()]
+        self.groups = [
+            {"params": own, **{key: group[key] for key in sorted(hyper(group), key=str)}}
+            for own, group in zip(params, self.groups or (), strict=True)
+        ]
 
 
 def check_state_shapes(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any]) -> None:
-    """Refuse state that has neither one value nor one for each element of the tensor that the optimizer steps.
-
-    Args:
-        fqn: of a parameter that is stepped by itself, or of the first one in a flat parameter.
-    """
+    """Refuse state that is neither a scalar nor shaped like what the optimizer steps: `fqn`, or the flat one."""
     if info.shows_whole(fqn):
         return
     shape = tuple(info.flat.parameter.shape)
@@ -259,9 +227,8 @@ def check_state_shapes(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any]) 
         run = info.layout.param_run(fqn, info.comm.rank)
         shape = (run.numel if run else 0,)
     for name, value in state.items():
-        if is_whole_state(value):
-            continue
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) != shape:
+        is_own = isinstance(value, torch.Tensor) and value.dim() > 0 and not is_whole_state(value)
+        if is_own and tuple(value.shape) != shape:
             raise StateDictError(
                 f"optimizer state {name!r} of {fqn!r} has shape {tuple(value.shape)}, but must be a scalar or have "
                 f"the shape of the parameter that the optimizer steps, {shape}"
@@ -312,22 +279,14 @@ def optim_state_dict(
     All ranks compare what they have before any tensor moves. Then one flat parameter at a time is gathered.
 
     Args:
-        optim: steps the parameters of the wrapped model.
         optim_state_dict: its state dict, on each rank its own; None to call ``optim.state_dict()`` here: all ranks then
             raise an error that its hooks raise on one.
         form: how tensors are shown; None as the model is set. Parameters of a ``NO_SHARD`` unit are whole in any form.
-        optim_input: instead of `optim`: what it was built from.
-        group: the ranks, where they are not those of the model.
+        optim_input, group: see ``StateDictMethods``.
 
     Returns:
         ``state`` by the names of the model's parameters, and ``param_groups`` with these names; new memory. Parameters
         without state are not in it. Empty on ranks that the form leaves out.
-
-    Raises:
-        StateDictError: on all ranks, if they do not fit together, or the state dict does not fit the optimizer or has a
-            tensor without readable values.
-        DisagreementError: ranks want different kinds of state dicts.
-        EngineError: a unit is at work, or summoned.
     """
     ranks = ranks_of_model(model, group)
     with SimpleProfiler("optim_state_dict", log):
@@ -373,9 +332,9 @@ def _gathered(
 ) -> dict[str, Any]:
     """Return the state dict, once ranks agree. Collective over all ranks."""
     states: States = {}
-    for info, state in own.flat_param_states(merged):
+    for info in dict.fromkeys(own.infos.values()):  # in the order of the model, which all ranks have
         if form.is_made_by(info.mesh):
-            states.update(communicate_optim_state(info, state, form))
+            states.update(communicate_optim_state(info, FlatParamState.of(info, own.states, merged), form))
     if not is_shown:
         return {}
     states.update({name: _copied(state, form) for name, state in own.unsharded.items()})
@@ -393,11 +352,7 @@ def _gathered(
 
 
 def communicate_optim_state(info: FSDPParamInfo, state: FlatParamState, form: StateDictFormat) -> States:
-    """Return the state of a flat parameter's parameters, by their names. Collective over a replica of the unit.
-
-    Returns:
-        New memory. Nothing on ranks that the form leaves out.
-    """
+    """Return new state by parameter; nothing on ranks that the form leaves out. Collective over a replica."""
     device = info.flat.parameter.device
     tensors: States = {}
     for (name, dtype), parts in state.shards.items():
@@ -408,17 +363,9 @@ def communicate_optim_state(info: FSDPParamInfo, state: FlatParamState, form: St
     if not form.is_shown_by(info.mesh):
         return {}
     with profile(Phase.RESHARDING):
-        parts_of = (state.whole, state.scalars, state.others)
-        return {
-            slot.fqn: dict(
-                itertools.chain(
-                    tensors.get(slot.fqn, {}).items(),
-                    *(_copied(part.get(slot.fqn, {}), form).items() for part in parts_of),
-                )
-            )
-            for slot in info.layout.slots
-            if any(slot.fqn in part for part in (tensors, *parts_of))
-        }
+        for fqn, values in itertools.chain(*(part.items() for part in (state.whole, state.scalars, state.others))):
+            tensors.setdefault(fqn, {}).update(_copied(values, form))
+    return {slot.fqn: tensors[slot.fqn] for slot in info.layout.slots if slot.fqn in tensors}
 
 
 def unflatten_param_groups(
@@ -427,11 +374,8 @@ def unflatten_param_groups(
     param_to_fqns: Mapping[nn.Parameter, Sequence[str]],
 ) -> list[dict[str, Any]]:
     """Return an optimizer's groups with the names of the model's parameters; every other key is copied."""
-    groups = []
-    for group in param_groups:
-        fqns = [fqn for key in group["params"] for fqn in param_to_fqns[param_key_to_param[key]]]
-        groups.append(with_params(group, fqns, fqns))
-    return groups
+    names = [[fqn for key in g["params"] for fqn in param_to_fqns[param_key_to_param[key]]] for g in param_groups]
+    return [with_params(group, fqns, fqns) for group, fqns in zip(param_groups, names, strict=True)]
 
 
 def _copied(state: Mapping[Any, Any], form: StateDictFormat) -> dict[Any, Any]:

@@ -1,18 +1,22 @@
-"""Small values of optimizer state: compared, hashed, copied, and made fit to be sent."""
+"""Values of optimizer state: those of a first step; small ones compared, hashed, copied, and made fit to be sent."""
 
 from __future__ import annotations
 
+import collections
 import copy
 import hashlib
+import inspect
 import io
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from hpcfsdp.errors import StateDictError
+from hpcfsdp.units.own import unit_fqn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 """Types whose values are equal if their texts are; values of subclasses may be anything."""
@@ -20,6 +24,62 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
 FLAGS = {"capturable", "differentiable", "foreach", "fused"}
 """Hyper-parameters that say how and where an optimizer computes, and not what: a loaded state does not change them."""
+
+_WITHOUT_DECAY = {"weight_decay": 0, "lambd": 0}
+"""Hyper-parameters with which a step looks at the values of parameters."""
+
+_BEFORE_STEP = {"step": 0, "mu_product": 1}
+"""State that a step of torch's optimizers changes even if gradients are zero."""
+
+
+def needs_closure(step: Callable[..., Any]) -> bool:
+    """Return whether a ``step`` of an optimizer does not work without a closure."""
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+@torch.no_grad()
+def states_of_first_step(optimizer: torch.optim.Optimizer, chosen: Container[Any] | None = None) -> dict[Any, Any]:
+    """Not collective. Return the state that an optimizer creates in its first step, with its first values.
+
+    Copies of the parameters take a step with gradients of zero, and no hooks are called. As in training, a rank does
+    not step an original parameter that it holds nothing of. Nothing for an optimizer that steps with a closure alone.
+
+    Args:
+        chosen: the parameters that get gradients; None: all.
+    """
+    step = inspect.unwrap(type(optimizer).step)  # without hooks, and without what schedulers put around it
+    if needs_closure(step):
+        return {}
+    attributes, groups, state = dict(vars(optimizer)), optimizer.param_groups, optimizer.state
+    params: dict[nn.Parameter, Any] = {}
+    for param in (param for group in groups for param in group["params"]):
+        copy = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)  # with the same marks:
+        vars(copy).update({name: value for name, value in vars(param).items() if name not in vars(copy)})
+        is_stepped = param in chosen if chosen is not None else param.numel() or unit_fqn(param) is None
+        if param.requires_grad and is_stepped:
+            grad = torch.zeros_like(copy)
+            copy.grad = grad.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else grad
+        params[copy] = param
+    copies = iter(params)
+    try:
+        optimizer.param_groups = [
+            {**group, **_WITHOUT_DECAY, "params": [next(copies) for _ in group["params"]]} for group in groups
+        ]
+        optimizer.state = collections.defaultdict(dict)
+        step(optimizer)
+        made = optimizer.state
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        optimizer.param_groups, optimizer.state = groups, state  # of one that holds another they are no attributes
+    for found in made.values():
+        for key in found.keys() & _BEFORE_STEP.keys():
+            if isinstance(found[key], torch.Tensor):
+                found[key].fill_(_BEFORE_STEP[key])
+            elif isinstance(found[key], (int, float)):
+                found[key] = type(found[key])(_BEFORE_STEP[key])
+    return {param: made[copy] for copy, param in params.items() if made.get(copy)}
 
 
 def place_steps(groups: Iterable[Mapping[str, Any]], states: Mapping[Any, dict[str, Any]]) -> None:
@@ -33,11 +93,7 @@ def place_steps(groups: Iterable[Mapping[str, Any]], states: Mapping[Any, dict[s
 
 
 def digest(value: Any) -> bytes:
-    """Return 16 bytes, the same for equal values. Values of a user's own class are equal if they are pickled alike.
-
-    Raises:
-        Exception: whatever such a class raises.
-    """
+    """Return 16 bytes, the same for equal values. Values of a user's own class are equal if they are pickled alike."""
     return hashlib.blake2b(repr(_plain(value)).encode(), digest_size=16).digest()
 
 
@@ -93,16 +149,16 @@ def _is_dense(value: Any) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values of any kind are equal; not-a-number equals itself.
-
-    Where a class has no equality, or one that does not say yes or no, the content counts.
-    """
+    """Return whether two values are equal, by content where a class has no equality; not-a-number equals itself."""
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if _is_dense(one) and _is_dense(other):
-        return type(one) is type(other) and one.dtype == other.dtype and _same_values(one.cpu(), other.cpu())
+        if type(one) is not type(other) or (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        one, other = one.cpu(), other.cpu()
+        return bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124
     verdict = _verdict(one, other)
     return _same_content(one, other) if verdict is None else verdict
 
@@ -119,18 +175,10 @@ def _verdict(one: Any, other: Any) -> bool | None:
 
 
 def _same_content(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
     try:
-        return digest(one) == digest(other)
+        return type(one) is type(other) and digest(one) == digest(other)
     except Exception:  # a value of a user's own class that cannot be pickled
         return one is other
-
-
-def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124
 
 
 class Unpicklable(str):
@@ -138,10 +186,7 @@ class Unpicklable(str):
 
 
 def picklable(value: Any) -> Any:
-    """Return a value in a form for other ranks: one that cannot be pickled, or unpickled, as the name of its type.
-
-    Tensors in it are copied to host memory: unpickled, they would be put on the device that they were on.
-    """
+    """Return a value for other ranks, tensors on the host; one that cannot be pickled as the name of its type."""
     if type(value) in _PLAIN:  # a subclass may be one that cannot be pickled
         return value
     try:
@@ -188,11 +233,7 @@ def check_nested(fqn: str, state: Mapping[str, Any]) -> None:
 
 
 def deep_copy(what: str, value: Any) -> Any:
-    """Return a copy of any value.
-
-    Args:
-        what: it is, for the error.
-    """
+    """Return a copy of any value; the error says `what` cannot be copied."""
     try:
         return copy.deepcopy(value)
     except Exception as error:  # whatever a class of a user's own raises

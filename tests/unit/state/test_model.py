@@ -8,7 +8,7 @@ from hpcfsdp.errors import CheckpointError, StateDictError
 from hpcfsdp.fsdp import FullyShardedDataParallel, ShardingStrategy
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.state.model import communicator_of, flat_params, model_tensors, ranks_of_model
-from hpcfsdp.state.shards import LocalShards
+from hpcfsdp.state.tensors import LocalShards
 from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.wrap import ModuleWrapPolicy
 

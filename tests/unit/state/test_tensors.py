@@ -8,11 +8,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hpcfsdp.state.tensors import (
     NO_RUNS,
     FullTensorBuffer,
+    GatherBuffer,
     LocalPiece,
     StateTensor,
-    forget_memory,
     replicated,
-    take_memory,
 )
 
 
@@ -71,20 +70,22 @@ def test_no_rank_writes_a_tensor_without_elements():
 
 
 @pytest.mark.parametrize("shape", [(5,), (7, 1), (1, 1), (2, 3), (0,), (0, 4), ()])
-def test_a_tensor_forgets_its_memory_and_gets_new_one(shape):
+def test_the_tensor_of_a_buffer_loses_its_memory_and_gets_new_one(shape):
     tensor = torch.ones(shape)
     seen, kept = tensor.numpy(), tensor
-    forget_memory(tensor)
+    parts = {"memory": {0: tensor}, "gather": None, "scatter": None}
+    buffer = type("Buffer", (GatherBuffer,), parts)()
+    buffer.free()
     assert tensor is kept
     assert tensor.shape == shape
     assert tensor.untyped_storage().nbytes() <= tensor.itemsize
     assert (seen == 1).all()  # what others look at is still there
-    take_memory(tensor)
+    buffer.alloc()
     tensor.fill_(2)
     assert tensor.shape == shape
     assert tensor.is_contiguous()
     before = tensor.untyped_storage().data_ptr()
-    take_memory(tensor)
+    buffer.alloc()
     assert tensor.untyped_storage().data_ptr() == before
     assert (tensor == 2).all()
 
@@ -93,13 +94,14 @@ def test_a_buffer_has_memory_when_it_is_asked_for():
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
     mesh = DeviceMesh("cpu", torch.arange(3))
     tensor = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False, shape=torch.Size((5,)), stride=(1,))
-    form = FullTensorBuffer(tensor)
-    assert form.memory.shape == (5,)
-    assert form.memory.untyped_storage().nbytes() == 4
-    form.alloc()
-    form.memory.copy_(torch.arange(5.0))
-    form.scatter()
+    buffer = FullTensorBuffer(tensor)
+    whole = buffer.memory[0]
+    assert whole.shape == (5,)
+    assert whole.untyped_storage().nbytes() == 4
+    buffer.alloc()
+    whole.copy_(torch.arange(5.0))
+    buffer.scatter()
     assert tensor.to_local().tolist() == [2, 3]
-    form.free()
-    assert form.memory.untyped_storage().nbytes() == 4
+    buffer.free()
+    assert whole.untyped_storage().nbytes() == 4
     dist.destroy_process_group()

@@ -13,8 +13,7 @@ from hpcfsdp.checkpoint.format.schema import TensorSpec
 from hpcfsdp.checkpoint.loading import loader as shares
 from hpcfsdp.checkpoint.loading.loader import rows_needed, select_share
 from hpcfsdp.params.layout import FlatLayout
-from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.state.tensors import NO_RUNS, Runs, StateTensor, replicated
+from hpcfsdp.state.tensors import NO_RUNS, LocalShards, Runs, StateTensor, replicated
 
 FIELDS = ("start", "numel", "count", "stride")
 

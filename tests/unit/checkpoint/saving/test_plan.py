@@ -10,8 +10,7 @@ from hpcfsdp.checkpoint.saving import plan as planning
 from hpcfsdp.checkpoint.saving.plan import SavePlan, check_tiling, plan_alone, plan_save
 from hpcfsdp.errors import CheckpointError
 from hpcfsdp.params.layout import FlatLayout
-from hpcfsdp.state.shards import LocalShards
-from hpcfsdp.state.tensors import NO_RUNS, Runs, StateTensor, replicated
+from hpcfsdp.state.tensors import NO_RUNS, LocalShards, Runs, StateTensor, replicated
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=5)
 dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.complex128])

@@ -452,7 +452,7 @@ def test_groups_that_are_the_same():
     [
         (
             [(["a"], {"lr": 1})],
-            "there are 1 parameter groups in rank 2's optimizer, but 2 in rank 0's",
+            "rank 2's optimizer has 1 parameter groups, rank 0's 2",
         ),
         (
             [(["a", "b", "d"], {"lr": 1}), (["c"], {"lr": 2})],

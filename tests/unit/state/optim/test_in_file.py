@@ -178,7 +178,7 @@ TWO_BY_THREE, THREE = TensorInfo((3, 2), torch.float32), TensorInfo((3,), torch.
         (
             {"weight/m": TWO_BY_THREE, "bias/m": TensorInfo((3,), torch.float64)},
             {},
-            "state 'm' of 'weight' is torch.float32, of 'bias' torch.float64",
+            "is a torch.float32 tensor of shape (3, 2), of 'bias' a torch.float64 tensor of shape (3,), which share",
         ),
         ({"weight/m": THREE, "bias/m": THREE}, {}, "state 'm' of 'weight' has shape (3,), and the parameter (3, 2)"),
         ({}, {"weight/count": 1, "bias/count": 2}, "state 'count' is 1 for 'weight' and 2 for 'bias'"),

@@ -215,7 +215,7 @@ def test_inputs_of_which_a_part_is_no_group(given, place, kind):
     with pytest.raises(TypeError) as caught:
         get_param_id_to_param_from_optim_input(nn.Linear(1, 1), given)
     assert str(caught.value) == (
-        f"optim_input[{place}] must be a group, a dict with the key 'params', like all others, not {kind}"
+        f"optim_input[{place}] must be a group, a dict with 'params' as all others, not {kind}"
     )
 
 
@@ -597,9 +597,7 @@ def test_no_kind_of_keys(key_type):
 def test_keys_of_several_kinds(key_type, state, params, kinds):
     with pytest.raises(StateDictError) as caught:
         rekey_optim_state_dict({"state": state, "param_groups": [{"params": params}]}, key_type, small())
-    assert str(caught.value) == (
-        f"the keys of the state dict are {kinds}: they must be either all names or all numbers"
-    )
+    assert str(caught.value) == (f"the keys of the state dict are {kinds}: pass all names or all numbers")
 
 
 @pytest.mark.parametrize("given", [{"state": {4: {}}}, {"state": {}, "param_groups": [{"params": [4, 5]}]}])

@@ -144,7 +144,8 @@ MEND = "wrap them in different units, or pass use_orig_params=True"
         ),
         (
             lambda s: s["p.b"].update(avg=torch.ones(3, dtype=torch.float64)),
-            f"state 'avg' of 'p.w' is torch.float32, of 'p.b' torch.float64, {SHARE}",
+            f"state 'avg' of 'p.w' is a torch.float32 tensor of shape (2, 3), of 'p.b' a torch.float64 tensor of shape "
+            f"(3,), {SHARE}",
         ),
         (
             lambda s: s["p.b"].update(avg=torch.ones(3, 1)),
