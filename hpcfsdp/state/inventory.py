@@ -23,17 +23,13 @@ from hpcfsdp.units.flat_unit import FlatUnit, unit_of
 
 @dataclass(frozen=True)
 class Inventory:
-    """The state of a model and an optimizer at one moment.
+    """The state of a model and an optimizer at one moment. Those of equal facts list their tensors in one order."""
 
-    Attributes:
-        facts: all that names, shapes, dtypes and ranks of the tensors in a checkpoint depend on, compared by value.
-            They hold no tensor and no module: objects count by their place in the model.
-        tensors: that have the values: of each flat parameter its shard, parameters and persistent buffers that no unit
-            shards, and the optimizer's. Contiguous, detached. Two inventories of equal facts list them in one order.
-    """
-
+    # All that names, shapes, dtypes and ranks of the tensors in a checkpoint depend on, compared by value. They hold no
+    # tensor and no module: objects count by their place in the model.
     facts: tuple[Any, ...]
-    tensors: tuple[torch.Tensor, ...]
+    # Shards of flat parameters, parameters and persistent buffers that no unit shards, and the optimizer's tensors.
+    tensors: tuple[torch.Tensor, ...]  # contiguous, detached
 
 
 _PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,13 +33,6 @@ from hpcfsdp.state.wrappers import clean_fqn
 from hpcfsdp.units import summon
 from hpcfsdp.units.flat_unit import FlatUnit, clean_path, flat_param_name
 from hpcfsdp.units.unit_mesh import UnitMesh
-
-
-class Agreed(NamedTuple):
-    """What all ranks know before they load: the units with hooks on any of them, and whether names differ on one."""
-
-    units: list[FlatUnit]
-    names_differ: bool
 
 
 def refuse_assign() -> NoReturn:
@@ -79,13 +72,13 @@ def load_model(
         # Hooks may forgive names, and are called when everything is loaded.
         plan.check(names=strict and not (plan.hooks_at_rest or any(plan.hooks.values())))
 
-    agreed, found = agree(plan, read), IncompatibleKeys(plan.missing, plan.unexpected)
-    undo = None
-    if strict and agreed.names_differ:
+    units, names_differ = agree(plan, read)
+    found, undo = IncompatibleKeys(plan.missing, plan.unexpected), None
+    if strict and names_differ:
         with raise_together(ranks_of_model(module)):  # modules are asked for their extra states
             undo = _undoing(plan)
     commit(plan, first)
-    finish(plan, agreed, found)
+    finish(plan, units, found)
     try:
         with raise_together(ranks_of_model(module)):
             plan.check(names=strict)
@@ -96,8 +89,11 @@ def load_model(
     return found
 
 
-def agree(plan: ModelLoadPlan, read: Callable[[], None]) -> Agreed:
-    """Have all ranks read and compare, or raise what is wrong on any of them. Collective over the model's ranks."""
+def agree(plan: ModelLoadPlan, read: Callable[[], None]) -> tuple[list[FlatUnit], bool]:
+    """Have all ranks read and compare, or raise what is wrong on any of them. Collective over the model's ranks.
+
+    Return the units that have hooks on any rank, and whether a rank has names on one side alone; they may forgive it.
+    """
     ranks = ranks_of_model(plan.module)
     with raise_together(ranks):  # what follows is collective, and one rank alone may be at work
         for unit in plan.units:
@@ -126,7 +122,7 @@ def agree(plan: ModelLoadPlan, read: Callable[[], None]) -> Agreed:
         raise problem
     called = {turn for _, _, turns, _ in everyone for turn in turns}
     units = [unit for turn, unit in enumerate(plan.hooks) if turn in called]
-    return Agreed(units, any(names_differ for *_, names_differ in everyone))
+    return units, any(names_differ for *_, names_differ in everyone)
 
 
 def _difference(tables: list[dict[str, str]]) -> str:
@@ -181,13 +177,13 @@ def _arrived(incoming: Incoming, first: Rank0Source | None) -> torch.Tensor:
     return tensor if incoming.requires_grad is None else nn.Parameter(tensor, incoming.requires_grad)
 
 
-def finish(plan: ModelLoadPlan, agreed: Agreed, keys: Any) -> None:
+def finish(plan: ModelLoadPlan, units: list[FlatUnit], keys: Any) -> None:
     """Give modules extra states, and call hooks, which may change values and `keys`. Collective over the model."""
     ranks = ranks_of_model(plan.module)
     with raise_together(ranks):
         for module, state in plan.states:
             module.set_extra_state(state)
-    for unit in agreed.units:
+    for unit in units:
         with raise_together(ranks), summon.unshard_params_for_summon(unit, summon.UnshardArgs()):
             _call(plan.hooks[unit], keys)
     with raise_together(ranks):
@@ -318,16 +314,12 @@ class LoadWithin:
         self.keys.missing_keys.extend(self.plan.missing)
         self.keys.unexpected_keys.extend(self.plan.unexpected)
 
-    def agree(self) -> Agreed:
-        """Compare what ranks are about to load, and whether modules refuse theirs. Collective over the unit's ranks."""
-
-        def found() -> None:
-            if self._problem is not None:
-                raise self._problem
-            if self._errors:  # torch will raise
-                raise StateDictError("\n\t".join(["Error(s) in loading state_dict:", *self._errors]))
-
-        return agree(self.plan, found)
+    def check(self) -> None:
+        """Raise what was wrong with this part, or with those of other modules."""
+        if self._problem is not None:
+            raise self._problem
+        if self._errors:  # torch will raise
+            raise StateDictError("\n\t".join(["Error(s) in loading state_dict:", *self._errors]))
 
 
 def _load_all(parts: list[LoadWithin]) -> None:
@@ -337,10 +329,10 @@ def _load_all(parts: list[LoadWithin]) -> None:
     all units are loaded then, too.
     """
     problem: Exception | None = None
-    agreed: list[Agreed] = []
+    units_of_parts: list[list[FlatUnit]] = []
     for part in parts:
         try:
-            agreed.append(part.agree())
+            units_of_parts.append(agree(part.plan, part.check)[0])
         except CrossedCallsError:
             raise
         except Exception as error:  # units may be on other ranks, which are at the next one
@@ -358,9 +350,9 @@ def _load_all(parts: list[LoadWithin]) -> None:
         raise problem
     for part in parts:
         commit(part.plan, None)
-    for part, each in zip(parts, agreed, strict=True):
+    for part, units in zip(parts, units_of_parts, strict=True):
         try:
-            finish(part.plan, each, part.keys)
+            finish(part.plan, units, part.keys)
         except Exception as error:  # the others are to have their extra states, and may be on other ranks
             problem = problem or error
     if problem is not None:

@@ -42,19 +42,13 @@ Place = tuple[nn.Module, str]
 
 @dataclass(eq=False)
 class Incoming:
-    """A tensor that a module is to hold, at one place or several, on a device and in a dtype.
+    """A tensor that a module is to hold, at one place or several, on a device and in a dtype."""
 
-    Attributes:
-        source: the tensor itself, in memory of its own; or a ``DTensor`` or ``Rank0Tensor`` of the state dict.
-        is_here: whether it is the former; ranks make the latter whole together.
-        requires_grad: that of a parameter, None for a buffer.
-    """
-
-    source: Any
-    is_here: bool
+    source: Any  # the tensor itself, in memory of its own; or a ``DTensor`` or ``Rank0Tensor`` of the state dict
+    is_here: bool  # whether it is the former; ranks make the latter whole together
     device: torch.device
     dtype: torch.dtype
-    requires_grad: bool | None = None
+    requires_grad: bool | None = None  # that of a parameter, None for a buffer
 
 
 @dataclass(frozen=True)
@@ -83,8 +77,7 @@ class Registries:
 
     def __init__(self, root: nn.Module) -> None:
         self._before = {module: (dict(module._parameters), dict(module._buffers)) for module in root.modules()}
-        self.made: dict[Place, torch.Tensor] = {}
-        """Registered by hooks before loading: torch loads into them."""
+        self.made: dict[Place, torch.Tensor] = {}  # registered by hooks before loading: torch loads into them
 
     def remove_new(self, kept: Container[Place]) -> list[New]:
         """Have modules hold what they held before, but at the places `kept`. Returns the tensors that were new."""
@@ -165,23 +158,16 @@ class ModelLoadPlan:
 
     During ``read`` the modules have parameters without memory in place of their own, and loading puts tensors of the
     state dict in place of these. So hooks and overridden methods work.
-
-    Attributes:
-        found: by parameter, flat parameter or other tensor, the value that is to be copied into it.
-        facts: by name, a description that must be the same on all ranks.
-        states: extra states that modules are to be given.
-        hooks: of the modules of each unit, inner units first: called when values are there, with whole parameters.
-        hooks_at_rest: of other modules, and of wrappers: called after these.
-        replaced: how to put a tensor where a module holds a buffer of another shape, or held none; and the tensor.
-        missing, unexpected, errors: as of ``nn.Module.load_state_dict``.
     """
 
     module: nn.Module
-    found: dict[Any, Any] = field(default_factory=dict)
-    facts: dict[str, str] = field(default_factory=dict)
-    states: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    found: dict[Any, Any] = field(default_factory=dict)  # by tensor, flat parameters too, what is to be copied into it
+    facts: dict[str, str] = field(default_factory=dict)  # by name, a description that must be the same on all ranks
+    states: list[tuple[nn.Module, Any]] = field(default_factory=list)  # extra states that modules are to be given
+    # Of the modules of each unit, inner units first: called when values are there, with whole parameters.
     hooks: dict[FlatUnit, list[Hook]] = field(default_factory=dict)
-    hooks_at_rest: list[Hook] = field(default_factory=list)
+    hooks_at_rest: list[Hook] = field(default_factory=list)  # of other modules, and of wrappers: called after these
+    # How to put a tensor where a module holds a buffer of another shape, or held none; and the tensor.
     replaced: list[tuple[Callable[[torch.Tensor], None], Incoming]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)

@@ -122,8 +122,7 @@ class Rank0Source:
     """The first rank of a model, which alone has the model's state dict."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._rank = 0
+        self._module, self._rank = module, 0
 
     def announce(self, state_dict: Any) -> tuple[dict[str, Any], Any]:
         """Return the state dict with a ``Rank0Tensor`` per tensor, and its metadata. Collective over the model."""

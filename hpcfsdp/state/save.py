@@ -32,18 +32,15 @@ from hpcfsdp.units.unit_mesh import UnitMesh
 
 @dataclass
 class _Call:
-    """One call of ``state_dict``, of a unit and of all units inside.
-
-    Attributes:
-        values: by unit, the tensor shown for each of its parameters, or flat parameters under ``LOCAL_STATE_DICT``.
-        copies: of buffers and ignored parameters that are shown on another device or in another dtype.
-        gathered: those of them that are DTensors, whole; units that give sharded tensors show them as they are.
-    """
+    """One call of ``state_dict``, of a unit and of all units inside."""
 
     settings: StateDictSettings
     keep_vars: bool
+    # By unit, the tensor shown for each of its parameters, or flat parameters under ``LOCAL_STATE_DICT``.
     values: dict[FlatUnit, Mapping[Any, torch.Tensor]] = field(default_factory=dict)
+    # Of buffers and ignored parameters that are shown on another device or in another dtype.
     copies: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    # Those of them that are DTensors, whole; units that give sharded tensors show them as they are.
     gathered: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
     def kind_of(self, unit: FlatUnit) -> StateDictType:

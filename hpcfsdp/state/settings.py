@@ -31,20 +31,15 @@ _CONFIGS = {
 
 @dataclass(frozen=True)
 class StateDictFormat:
-    """How a state dict shows tensors.
+    """How a state dict shows tensors: whole, as always under ``NO_SHARD``, or as this rank's chunk of the rows.
 
-    Attributes:
-        sharded: as this rank's chunk of the rows, in a ``DTensor`` where the model was given a mesh, else in a
-            ``ShardedTensor``; otherwise whole, as always under ``NO_SHARD``.
-        rank0_only: the first rank alone gets them, whole.
-        offload_to_cpu: they are in host memory.
-        dtensor: in a ``DTensor`` without such a mesh, too.
+    That is a ``DTensor`` where the model was given a mesh, and else a ``ShardedTensor``.
     """
 
     sharded: bool = False
-    rank0_only: bool = False
+    rank0_only: bool = False  # the first rank alone gets them, whole
     offload_to_cpu: bool = False
-    dtensor: bool = False
+    dtensor: bool = False  # chunks are a ``DTensor`` without such a mesh, too
 
     @classmethod
     def of(cls, config: StateDictConfig | OptimStateDictConfig, *, sharded: bool) -> StateDictFormat:

@@ -35,15 +35,10 @@ _WHOLE_STATE = "_hpcfsdp_whole_state"
 
 @dataclass(frozen=True)
 class LocalPiece:
-    """A run of a tensor's elements, in row-major order, that this rank keeps in memory.
+    """A run of a tensor's elements, in row-major order, that this rank keeps in memory."""
 
-    Attributes:
-        start: first element within the whole tensor.
-        tensor: the memory, any shape; its elements in row-major order are the run.
-    """
-
-    start: int
-    tensor: torch.Tensor
+    start: int  # first element within the whole tensor
+    tensor: torch.Tensor  # any shape; its elements in row-major order are the run
 
     @property
     def numel(self) -> int:
@@ -62,15 +57,10 @@ class LocalPiece:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """The runs of a tensor's elements, in row-major order, and the ranks that store them. Arrays: there may be many.
+    """The runs of a tensor's elements, in row-major order, and the ranks that store them. Arrays: there may be many."""
 
-    Attributes:
-        edges: int64, one more than runs: the first element of each, then the number of all elements.
-        ranks: int64, runs x copies: the ranks that store each run, any of which may write it.
-    """
-
-    edges: np.ndarray
-    ranks: np.ndarray
+    edges: np.ndarray  # int64, one more than runs: the first element of each, then the number of all elements
+    ranks: np.ndarray  # int64, runs x copies: the ranks that store each run, any of which may write it
 
     @classmethod
     def of(cls, edges: Sequence[int], ranks: Sequence[Sequence[int]]) -> Runs:
@@ -134,23 +124,17 @@ class FullTensorBuffer(GatherBuffer):
 class StateTensor:
     """A tensor by its global name and shape.
 
-    Attributes:
-        name: fully qualified, without wrappers' names.
-        shape, dtype: of the whole tensor.
-        runs: over all ranks; every element exactly once. Of tensors that every rank keeps whole, and that may differ,
-            as buffers, rank 0's counts.
-        pieces: this rank's memory.
-        aliases: other names of the same tensor.
-        buffer: the buffer that `pieces` are a part of, None if they are the tensor's own: it is gathered before
-            they are written, and scattered after they have been read.
+    Of tensors that every rank keeps whole, and that may differ, as buffers, rank 0's counts.
     """
 
-    name: str
-    shape: tuple[int, ...]
+    name: str  # fully qualified, without wrappers' names
+    shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
-    runs: Runs
-    pieces: tuple[LocalPiece, ...]
-    aliases: tuple[str, ...] = ()
+    runs: Runs  # over all ranks; every element exactly once
+    pieces: tuple[LocalPiece, ...]  # this rank's memory
+    aliases: tuple[str, ...] = ()  # other names of the same tensor
+    # That `pieces` are a part of, unless they are the tensor's own: gathered before they are written, scattered after
+    # they have been read.
     buffer: GatherBuffer | None = None
 
     def piece_of(self, start: int) -> LocalPiece:
@@ -229,17 +213,11 @@ def is_whole_state(value: object) -> bool:
 
 @dataclass(frozen=True)
 class LocalShards:
-    """A rank's memory of tensors that are sharded as a layout says.
+    """A rank's memory of tensors that are sharded as a layout says."""
 
-    Attributes:
-        layout: of the slots that the tensors belong to.
-        tensors: 1-D, one for each slot; None for slots that are left out, on all ranks alike.
-        whole_shard: whether each of them is the whole shard, or this rank's run of its own parameter.
-    """
-
-    layout: FlatLayout
-    tensors: Sequence[torch.Tensor | None]
-    whole_shard: bool
+    layout: FlatLayout  # of the slots that the tensors belong to
+    tensors: Sequence[torch.Tensor | None]  # 1-D, by slot; None for slots that are left out, on all ranks alike
+    whole_shard: bool  # whether each of them is the whole shard, or this rank's run of its own parameter
 
     @classmethod
     def of_shard(cls, layout: FlatLayout, shard: torch.Tensor) -> LocalShards:
@@ -308,14 +286,11 @@ class LocalShards:
 
 
 class RangeBuffer(GatherBuffer):
-    """Parameters that tensor-parallel ranks divide: by slot, this rank's range of the whole, 1-D, as a file stores it.
-
-    Args:
-        are_read_by_others: the ranks of a node share the memory of the shards: nothing may be received there.
-    """
+    """Parameters that tensor-parallel ranks divide: by slot, this rank's range of the whole, 1-D, as in a file."""
 
     def __init__(self, shards: LocalShards, mesh: UnitMesh, *, are_read_by_others: bool) -> None:
-        self._shards, self._mesh, self._are_read_by_others = shards, mesh, are_read_by_others
+        self._shards, self._mesh = shards, mesh
+        self._are_read_by_others = are_read_by_others  # by the ranks of a node: nothing may be received in the shards
         self._ranges: dict[int, list[tuple[int, int]]] = {}  # by slot, first element and number for each rank
         self.memory = {}
 

@@ -50,12 +50,9 @@ class CleanNames:
 
     A wrapper is a DistributedDataParallel, DataParallel or AveragedModel, wherever it stands; and, from the outermost
     module on inwards, each module that has one child, called ``module``, and nothing else.
-
-    Attributes:
-        wrappers: their paths, without the parts that ``clean_fqn`` takes out.
     """
 
-    wrappers: frozenset[str] = frozenset()
+    wrappers: frozenset[str] = frozenset()  # their paths, without the parts that ``clean_fqn`` takes out
 
     @classmethod
     def of(cls, model: nn.Module) -> CleanNames:

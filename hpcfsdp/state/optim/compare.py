@@ -78,33 +78,21 @@ class RankState:
     """The state of one rank's optimizer, as a message to all others. A part is pickled and sent only if ranks differ.
 
     Many parameters have equal state: it is stored once, and each parameter has a number that refers to it.
-
-    Attributes:
-        groups: the optimizer's, each with the names of its sharded parameters, in order, and its hyper-parameters.
-        states: by the name of the first parameter that an entry is for; sharded parameters alone.
-        empty: names of parameters without elements in the rank's shard: it needs no state for them, and sends none.
-        unsharded: of all other parameters.
-        names: of all sharded parameters, in the order of the model, by default those in `states` and `empty`.
-        with_shapes: whether tensors must have the same shape on all ranks; those of shards need not.
-        order: of groups, parameters and keys in this rank's optimizer; ranks may have different ones.
-        infos: the different states of sharded parameters.
-        codes: int32, for each name the place of its state in `infos`, or the reason why there is none.
-        digests: of each part; those of equal parts are equal.
     """
 
-    groups: Groups
-    states: dict[str, StateInfo]
-    empty: set[str] = field(default_factory=set)
-    unsharded: dict[str, StateInfo] = field(default_factory=dict)
-    names: Sequence[str] = ()
-    with_shapes: bool = False
-    order: Sequence[Any] = ()
+    groups: Groups  # each with the names of its sharded parameters, in order, and its hyper-parameters
+    states: dict[str, StateInfo]  # by the name of the first parameter that an entry is for; of sharded parameters alone
+    empty: set[str] = field(default_factory=set)  # no elements in the shard: the rank needs no state, and sends none
+    unsharded: dict[str, StateInfo] = field(default_factory=dict)  # of all other parameters
+    names: Sequence[str] = ()  # of all sharded parameters, as in the model, by default those in `states` and `empty`
+    with_shapes: bool = False  # whether tensors must have the same shape on all ranks; those of shards need not
+    order: Sequence[Any] = ()  # of groups, parameters and keys in this rank's optimizer; ranks may have different ones
 
     def __post_init__(self) -> None:
         self.names = list(self.names) or sorted({*self.states, *self.empty})
         self._places: dict[bytes, int] = {}
-        self.infos: list[StateInfo] = []
-        self.codes = np.full(len(self.names), _LACKS, np.int32)
+        self.infos: list[StateInfo] = []  # the different states of sharded parameters
+        self.codes = np.full(len(self.names), _LACKS, np.int32)  # by name, the place in `infos`, or why there is none
         for index, name in enumerate(self.names):
             if name in self.empty:
                 self.codes[index] = _HOLDS_NOTHING

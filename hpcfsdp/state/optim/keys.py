@@ -49,17 +49,12 @@ class StepsWholeTensors(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class FSDPParamInfo:
-    """A flat parameter and the ranks that share it, for the state of an optimizer.
-
-    Attributes:
-        layout: of its parameters, under their names in the whole model.
-        is_stepped_whole: whether the optimizer is one of ``StepsWholeTensors``.
-    """
+    """A flat parameter and the ranks that share it, for the state of an optimizer."""
 
     mesh: UnitMesh
     flat: FlatParam
-    layout: FlatLayout
-    is_stepped_whole: bool = False
+    layout: FlatLayout  # of its parameters, under their names in the whole model
+    is_stepped_whole: bool = False  # whether the optimizer is one of ``StepsWholeTensors``
 
     @property
     def comm(self) -> Communicator:

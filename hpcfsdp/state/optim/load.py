@@ -32,15 +32,12 @@ log = logging.getLogger("hpcfsdp.optim")
 
 @dataclass
 class NewState:
-    """The state that the parameters of one flat parameter will have, with memory that is to be filled.
-
-    Attributes:
-        shards: the name of a state, memory for this rank's part of it, and the value in the state dict for each slot.
-        whole: by entry and name, tensors of other shapes than the parameter, which a checkpoint fills.
-    """
+    """The state that the parameters of one flat parameter will have, with memory that is to be filled."""
 
     states: dict[str, dict[str, Any]]
+    # The name of a state, memory for this rank's part of it, and the value in the state dict for each slot.
     shards: list[tuple[str, LocalShards, list[Any]]] = field(default_factory=list)
+    # By entry and name, tensors of other shapes than the parameter, which a checkpoint fills.
     whole: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
 
@@ -63,20 +60,17 @@ def allocate_optim_state(info: FSDPParamInfo, plans: Mapping[str, StatePlan]) ->
                 continue
             is_plain = isinstance(values[0], torch.Tensor) and not is_distributed(values[0])
             index = info.param_indices[fqn]
-            is_like_param = shape == layout.slots[index].whole_shape
-            if is_plain and (info.shows_whole(fqn) or (info.is_stepped_whole and not is_like_param)):
-                new.states[fqn][name] = own = values[0].detach().to(device, copy=True)
-                if not is_like_param:
-                    mark_whole_state(own)
-                continue
-            if info.has_state_of_any_shape(fqn) and not is_like_param:
-                own = mark_whole_state(torch.empty(shape, dtype=dtype, device=device))
-                new.whole[fqn, name] = new.states[fqn][name] = own
-                continue
-            run = layout.param_run(fqn, info.comm.rank)
-            own = torch.empty(run.numel if run else 0, dtype=dtype, device=device)
-            given[index], parts[index] = values[0], own
-            new.states[fqn][name] = own.view(layout.slots[index].shape) if info.keeps_shapes else own
+            is_of_other_shape = info.has_state_of_any_shape(fqn) and shape != layout.slots[index].whole_shape
+            if is_plain and (info.shows_whole(fqn) or (info.is_stepped_whole and is_of_other_shape)):
+                own = values[0].detach().to(device, copy=True)
+            elif is_of_other_shape:
+                own = new.whole[fqn, name] = torch.empty(shape, dtype=dtype, device=device)
+            else:
+                run = layout.param_run(fqn, info.comm.rank)
+                own = torch.empty(run.numel if run else 0, dtype=dtype, device=device)
+                given[index], parts[index] = values[0], own
+                own = own.view(layout.slots[index].shape) if info.keeps_shapes else own
+            new.states[fqn][name] = mark_whole_state(own) if is_of_other_shape else own
         if any(part is not None for part in parts):
             new.shards.append((name, LocalShards(layout, parts, whole_shard=is_flat), given))
     return new

@@ -48,17 +48,11 @@ _SHARED = "which share one flat parameter here: wrap them in different units, or
 
 @dataclass
 class StatePlan:
-    """What the state of one entry of the optimizer will be, by name.
+    """What the state of one entry of the optimizer will be, by name; values for each parameter of the entry."""
 
-    Attributes:
-        tensors: for each parameter of the entry the value in the state dict; of the parameter's shape.
-        others: scalars and all else, ready.
-        unread: scalars without values yet, for each parameter of the entry.
-    """
-
-    tensors: dict[str, list[Any]] = field(default_factory=dict)
-    others: dict[str, Any] = field(default_factory=dict)
-    unread: dict[str, list[TensorInfo]] = field(default_factory=dict)
+    tensors: dict[str, list[Any]] = field(default_factory=dict)  # of the parameters' shapes, in the state dict
+    others: dict[str, Any] = field(default_factory=dict)  # scalars and all else, ready
+    unread: dict[str, list[TensorInfo]] = field(default_factory=dict)  # scalars without values yet
 
 
 def elementwise_names(states: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> set[str]:
@@ -181,16 +175,6 @@ class LoadPlan:
 
     Arguments are those of ``optim_state_dict_to_load``. With `in_file`, names are those of a checkpoint, and tensors a
     ``TensorInfo`` each. All state that the optimizer has is replaced, whatever it is.
-
-    Attributes:
-        infos: the flat parameter of each sharded parameter, by name.
-        dtensors: parameters that no unit has and that are DTensors, by name.
-        params: of this rank's optimizer, by their keys.
-        keys: of the entries of this rank's optimizer, in its order.
-        entries: of sharded parameters that have state, by the first name.
-        unsharded: state of the others, by name; new memory but for tensors, see ``_loaded``.
-        users: entries that belong to no parameter, likewise.
-        groups: for this rank's optimizer; None if the state dict has none.
     """
 
     def __init__(
@@ -215,15 +199,17 @@ class LoadPlan:
         self._aliases = {} if in_file else get_aliases(model)
         known = {name for names in fqns.values() for name in names}
         given = self._by_name(optim_state_dict["state"])
+        # Entries that belong to no parameter; like `unsharded` new memory but for tensors, see ``_loaded``.
         users = {key: value for key, value in given.items() if _is_users(key, value, given, known)}
         self.users = {key: _copied_but_tensors(repr(key), value) for key, value in users.items()}
         self.states = {key: value for key, value in given.items() if key not in users}
         check_known(self.states, known, self._what if in_file else "the optimizer's state dict")
+        # Parameters that no unit has and that are DTensors.
         self.dtensors = {name: param for param, names in fqns.items() if isinstance(param, DTensor) for name in names}
         chunked = {name for param, names in fqns.items() if is_distributed(param) for name in names}
         self.states = {fqn: self._readable(fqn, state, fqn in chunked) for fqn, state in self.states.items()}
-        self.entries: dict[str, StatePlan] = {}
-        self.unsharded: dict[str, Mapping[str, Any]] = {}
+        self.entries: dict[str, StatePlan] = {}  # of sharded parameters that have state, by the first name
+        self.unsharded: dict[str, Mapping[str, Any]] = {}  # state of the others
         shapes = {slot.fqn: slot.whole_shape for info in self.infos.values() for slot in info.layout.slots}
         elementwise = elementwise_names(self.states, shapes)
         for key in self.keys:

@@ -54,18 +54,12 @@ from hpcfsdp.units.flat_unit import units_in
 
 @dataclass
 class FlatParamState:
-    """This rank's state of the parameters in a flat parameter; all but shards is by parameter, the same on all ranks.
+    """This rank's state of a flat parameter's parameters. All but shards is by parameter, the same on all ranks."""
 
-    Attributes:
-        shards: by name and dtype, state with a value for each element of the parameters.
-        whole: tensors of other shapes, of parameters that somebody steps whole.
-        scalars, others: tensors without dimensions, and what is no tensor.
-    """
-
-    shards: dict[tuple[str, torch.dtype], LocalShards] = field(default_factory=dict)
-    whole: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    scalars: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    others: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shards: dict[tuple[str, torch.dtype], LocalShards] = field(default_factory=dict)  # with a value for each element
+    whole: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # of other shapes, if stepped whole
+    scalars: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # without dimensions
+    others: dict[str, dict[str, Any]] = field(default_factory=dict)  # no tensors
 
     @classmethod
     def of(
@@ -110,16 +104,7 @@ def _of_no_elements(info: StateInfo | None, held: Mapping[str, Any], param: torc
 
 
 class LocalOptimState:
-    """The state of this rank's optimizer, by names that all ranks know: those of a state dict, or of a checkpoint.
-
-    Attributes:
-        infos: the flat parameter of each sharded parameter, by name.
-        params: of the optimizer, by their keys; `fqns` are their names.
-        states: of sharded parameters, by the first name.
-        unsharded: of all others, by their name.
-        users: entries that belong to no parameter.
-        groups: the optimizer's; None if the state dict has none.
-    """
+    """The state of this rank's optimizer, by names that all ranks know: those of a state dict, or of a checkpoint."""
 
     def __init__(
         self,
@@ -138,8 +123,8 @@ class LocalOptimState:
         keys = map_param_key_to_optim_keys(self.params, self.fqns, self.infos)
         optim_state_dict = with_keys_of(self.params, optim_state_dict) if named else optim_state_dict
         given = optim_state_dict["state"]
-        self.states: dict[str, Mapping[str, Any]] = {}
-        self.unsharded: dict[str, Mapping[str, Any]] = {}
+        self.states: dict[str, Mapping[str, Any]] = {}  # of sharded parameters, by the first name of an entry
+        self.unsharded: dict[str, Mapping[str, Any]] = {}  # of all others
         for ((name, *_), is_sharded), own_key in keys.items():
             state = given.get(own_key)
             if state is not None and not isinstance(state, Mapping):
@@ -154,6 +139,7 @@ class LocalOptimState:
             if is_sharded:
                 check_state_shapes(self.infos[name], name, state)
             (self.states if is_sharded else self.unsharded)[name] = state
+        # Entries that belong to no parameter.
         self.users = {key: _copied_or_tensor((key,), value) for key, value in given.items() if key not in self.params}
         self.groups = optim_state_dict.get("param_groups")
         for group in self.groups or ():
@@ -194,11 +180,8 @@ class LocalOptimState:
             ([n for n in names if n in self.infos], {key: picklable(value) for key, value in hyper(group).items()})
             for names, group in named
         ]
-        empty = {
-            name
-            for name, info in self.infos.items()
-            if info.flat.use_orig_params and info.is_empty_on(name, info.comm.rank)
-        }
+        originals = [(name, info) for name, info in self.infos.items() if info.flat.use_orig_params]
+        empty = {name for name, info in originals if info.is_empty_on(name, info.comm.rank)}
         states, unsharded = (
             {name: StateInfo.of(state) for name, state in states.items()} for states in (self.states, self.unsharded)
         )

@@ -141,11 +141,8 @@ def _elements(tensor: torch.Tensor) -> Any:
 
 def _is_dense(value: Any) -> bool:
     """Return whether a value is a tensor of torch's own class whose elements can be compared one by one."""
-    return (
-        type(value) in _TENSORS
-        and value.layout is torch.strided
-        and not (value.is_meta or value.is_nested or value.is_quantized)
-    )
+    is_strided = type(value) in _TENSORS and value.layout is torch.strided
+    return is_strided and not (value.is_meta or value.is_nested or value.is_quantized)
 
 
 def same(one: Any, other: Any) -> bool:
