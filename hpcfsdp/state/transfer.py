@@ -175,8 +175,8 @@ def _gather_chunks(
         elif mesh.device_mesh is not None or mesh.tensor is not None or form.dtensor:
             found[index] = create_chunk_dtensor(*described, *mesh.placed(slots[index].block))
         else:
-            ranks = mesh.ranks("shard")
-            found[index] = create_chunk_sharded_tensor(*described, mesh.process_group(), ranks)
+            shard_ranks = mesh.ranks("shard")
+            found[index] = create_chunk_sharded_tensor(*described, mesh.process_group(), shard_ranks)
     return found
 
 

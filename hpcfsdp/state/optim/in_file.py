@@ -14,13 +14,8 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, StateDictError
 from hpcfsdp.state.model import DTensorRanks, hold_shards
-from hpcfsdp.state.optim.compare import (
-    GatheredState,
-    StateInfo,
-    allgather_state_info,
-    check_same_groups,
-    convert_all_state_info,
-)
+from hpcfsdp.state.optim import compare
+from hpcfsdp.state.optim.compare import GatheredState, StateInfo
 from hpcfsdp.state.optim.keys import (
     FSDPParamInfo,
     StepsWholeTensors,
@@ -98,7 +93,7 @@ def gather_state(
             exchange.mine = message.digests
     if message is None or None in exchange.everyone:  # ranks with other models: their plans will differ
         return own, None
-    return own, allgather_state_info(comm, message, exchange.everyone)
+    return own, compare.allgather_state_info(comm, message, exchange.everyone)
 
 
 def state_elsewhere(gathered: GatheredState | None) -> dict[str, StateInfo]:
@@ -106,8 +101,8 @@ def state_elsewhere(gathered: GatheredState | None) -> dict[str, StateInfo]:
     if gathered is None:
         return {}
     with _errors_as(CheckpointError):
-        check_same_groups(gathered)
-        return convert_all_state_info(gathered)
+        compare.check_same_groups(gathered)
+        return compare.convert_all_state_info(gathered)
 
 
 def optimizer_state(own: LocalOptimState, elsewhere: Mapping[str, StateInfo], ranks: DTensorRanks) -> OptimizerState:

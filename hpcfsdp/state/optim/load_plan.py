@@ -18,22 +18,9 @@ from torch.distributed.tensor import DTensor
 from hpcfsdp._compat import ShardedTensor
 from hpcfsdp.errors import StateDictError
 from hpcfsdp.reshard.sharded_tensors import check_readable, is_distributed, local_blocks, properties_of
+from hpcfsdp.state.optim import keys
 from hpcfsdp.state.optim.compare import RankState, StateInfo
-from hpcfsdp.state.optim.keys import (
-    FSDPParamInfo,
-    OptimInput,
-    OptimStateKey,
-    ParamKey,
-    check_known,
-    get_aliases,
-    get_fqn_to_fsdp_param_info,
-    get_param_groups_of_optim_input,
-    get_param_to_fqns,
-    hyper,
-    map_param_key_to_optim_keys,
-    resolve_param_keys,
-    sorted_items,
-)
+from hpcfsdp.state.optim.keys import FSDPParamInfo, OptimInput, OptimStateKey, ParamKey
 from hpcfsdp.state.optim.values import FLAGS, deep_copy, picklable, same
 from hpcfsdp.state.tensors import TensorInfo, shape_and_dtype
 from hpcfsdp.state.wrappers import clean_fqn
@@ -112,7 +99,7 @@ def plan_orig_state(info: FSDPParamInfo, fqn: str, state: Mapping[str, Any], ele
     if not state:
         return None
     plan, index = StatePlan(), info.param_indices[fqn]
-    for name, value in sorted_items(state):
+    for name, value in keys.sorted_items(state):
         if _kind(info, index, name, value, elementwise) == "tensor":
             if not info.has_state_of_any_shape(fqn) or is_distributed(value):
                 _check_shape(fqn, name, value, info.layout.slots[index].whole_shape)
@@ -190,20 +177,20 @@ class LoadPlan:
     ) -> None:
         self._what = "the checkpoint" if in_file else "the state dict"
         if optim is None or optim_input is not None:  # perhaps a generator
-            optim_input = [{"params": params} for params in get_param_groups_of_optim_input(model, optim_input)]
-        self.infos = get_fqn_to_fsdp_param_info(model, optim, in_file=in_file)
-        fqns = get_param_to_fqns(model, self.infos, in_file=in_file)
-        self.params = resolve_param_keys(model, optim, optim_input, is_named_optimizer=is_named_optimizer)
-        self.keys = map_param_key_to_optim_keys(self.params, fqns, self.infos)
+            optim_input = [{"params": params} for params in keys.get_param_groups_of_optim_input(model, optim_input)]
+        self.infos = keys.get_fqn_to_fsdp_param_info(model, optim, in_file=in_file)
+        fqns = keys.get_param_to_fqns(model, self.infos, in_file=in_file)
+        self.params = keys.resolve_param_keys(model, optim, optim_input, is_named_optimizer=is_named_optimizer)
+        self.keys = keys.map_param_key_to_optim_keys(self.params, fqns, self.infos)
         self._names_of = {own_key: key.unflat_param_names for key, own_key in self.keys.items()}
-        self._aliases = {} if in_file else get_aliases(model)
+        self._aliases = {} if in_file else keys.get_aliases(model)
         known = {name for names in fqns.values() for name in names}
         given = self._by_name(optim_state_dict["state"])
         # Entries that belong to no parameter; like `unsharded` new memory but for tensors, see ``_loaded``.
         users = {key: value for key, value in given.items() if _is_users(key, value, given, known)}
         self.users = {key: _copied_but_tensors(repr(key), value) for key, value in users.items()}
         self.states = {key: value for key, value in given.items() if key not in users}
-        check_known(self.states, known, self._what if in_file else "the optimizer's state dict")
+        keys.check_known(self.states, known, self._what if in_file else "the optimizer's state dict")
         # Parameters that no unit has and that are DTensors.
         self.dtensors = {name: param for param, names in fqns.items() if isinstance(param, DTensor) for name in names}
         chunked = {name for param, names in fqns.items() if is_distributed(param) for name in names}
@@ -224,7 +211,7 @@ class LoadPlan:
             own = [[by_param[param] for param in group["params"]] for group in stepped]
             self.groups = self._matched(optim_state_dict["param_groups"], own, known | set(self._aliases))
             if not in_file:
-                self.groups = list(map(merged, map(hyper, stepped), self.groups))
+                self.groups = list(map(merged, map(keys.hyper, stepped), self.groups))
 
     def _name(self, key: Any) -> Any:
         """Return the first name of the parameter that a state dict calls `key`."""
@@ -267,7 +254,7 @@ class LoadPlan:
         name = key.unflat_param_names[0]
         if not key.is_fsdp_managed:
             if self.states.get(name):
-                self.unsharded[name] = _copied_but_tensors(repr(name), dict(sorted_items(self.states[name])))
+                self.unsharded[name] = _copied_but_tensors(repr(name), dict(keys.sorted_items(self.states[name])))
             return
         info = self.infos[name]
         if info.flat.use_orig_params:
@@ -324,16 +311,16 @@ class LoadPlan:
     ) -> list[dict[str, Any]]:
         """Return the groups of the state dict in the order of the optimizer's, with the keys of its parameters."""
         for group in given:
-            check_known(map(self._name, group["params"]), known, "param_groups")
+            keys.check_known(map(self._name, group["params"]), known, "param_groups")
         left = [({self._name(key) for key in group["params"]}, group) for group in given]
         found = []
-        for place, keys in enumerate(own):
-            names = {name for key in keys for name in self._names_of[key]}
+        for place, own_keys in enumerate(own):
+            names = {name for key in own_keys for name in self._names_of[key]}
             match = next((index for index, (other, _) in enumerate(left) if other == names), None)
             if match is None:
                 raise StateDictError(_no_such_group(self._what, place, names, [other for other, _ in left]))
             _, group = left.pop(match)
-            found.append({**group, "params": list(keys)})
+            found.append({**group, "params": list(own_keys)})
         if left:
             raise StateDictError(
                 f"{self._what} has {len(given)} parameter groups, the optimizer {len(own)}: there is no group with "
@@ -356,7 +343,7 @@ class LoadPlan:
         groups = []
         for group in self.groups or ():
             names = [name for key in group["params"] for name in self._names_of[key] if name in self.infos]
-            groups.append((names, {key: picklable(value) for key, value in hyper(group).items()}))
+            groups.append((names, {key: picklable(value) for key, value in keys.hyper(group).items()}))
         states = {fqn: StateInfo.of(state) for fqn, state in self.states.items() if fqn in self.infos}
         return RankState(groups, states, names=list(self.infos), with_shapes=True)
 

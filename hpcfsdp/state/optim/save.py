@@ -19,31 +19,9 @@ from hpcfsdp.errors import StateDictError
 from hpcfsdp.output.profile import Phase, SimpleProfiler, profile
 from hpcfsdp.reshard.sharded_tensors import check_readable, full_tensor
 from hpcfsdp.state.model import ranks_of_model
-from hpcfsdp.state.optim.compare import (
-    RankState,
-    StateInfo,
-    allgather_state_info,
-    check_same_groups,
-    convert_all_state_info,
-    differing_unsharded,
-    is_zero_dim_tensor,
-)
-from hpcfsdp.state.optim.keys import (
-    FSDPParamInfo,
-    OptimInput,
-    ParamKey,
-    StepsWholeTensors,
-    check_is_state_dict,
-    describe,
-    get_fqn_to_fsdp_param_info,
-    get_param_to_fqns,
-    hyper,
-    is_named_optimizer,
-    map_param_key_to_optim_keys,
-    resolve_param_keys,
-    sorted_items,
-    with_params,
-)
+from hpcfsdp.state.optim import compare, keys
+from hpcfsdp.state.optim.compare import RankState, StateInfo
+from hpcfsdp.state.optim.keys import FSDPParamInfo, OptimInput, ParamKey, StepsWholeTensors
 from hpcfsdp.state.optim.values import Unpicklable, check_nested, deep_copy, picklable
 from hpcfsdp.state.settings import StateDictFormat, optim_format_of
 from hpcfsdp.state.tensors import LocalShards, is_whole_state
@@ -73,8 +51,8 @@ class FlatParamState:
             state = states.get(fqn if info.flat.use_orig_params else slots[0].fqn, {})
             if info.flat.use_orig_params and info.is_empty_on(fqn, info.comm.rank):
                 state = _of_no_elements(merged.get(fqn), state, info.flat.parameter)
-            for name, value in sorted_items(state):
-                if is_zero_dim_tensor(value):
+            for name, value in keys.sorted_items(state):
+                if compare.is_zero_dim_tensor(value):
                     found.scalars.setdefault(fqn, {})[name] = value
                 elif not isinstance(value, torch.Tensor):
                     found.others.setdefault(fqn, {})[name] = value
@@ -115,21 +93,21 @@ class LocalOptimState:
         *,
         in_file: bool = False,
     ) -> None:
-        check_is_state_dict(optim_state_dict)
-        self.infos = get_fqn_to_fsdp_param_info(model, optim, in_file=in_file)
-        self.fqns = get_param_to_fqns(model, self.infos, in_file=in_file)
-        named = is_named_optimizer(optim_state_dict)
-        self.params = resolve_param_keys(model, optim, optim_input, is_named_optimizer=named)
-        keys = map_param_key_to_optim_keys(self.params, self.fqns, self.infos)
+        keys.check_is_state_dict(optim_state_dict)
+        self.infos = keys.get_fqn_to_fsdp_param_info(model, optim, in_file=in_file)
+        self.fqns = keys.get_param_to_fqns(model, self.infos, in_file=in_file)
+        named = keys.is_named_optimizer(optim_state_dict)
+        self.params = keys.resolve_param_keys(model, optim, optim_input, is_named_optimizer=named)
+        entries = keys.map_param_key_to_optim_keys(self.params, self.fqns, self.infos)
         optim_state_dict = with_keys_of(self.params, optim_state_dict) if named else optim_state_dict
         given = optim_state_dict["state"]
         self.states: dict[str, Mapping[str, Any]] = {}  # of sharded parameters, by the first name of an entry
         self.unsharded: dict[str, Mapping[str, Any]] = {}  # of all others
-        for ((name, *_), is_sharded), own_key in keys.items():
+        for ((name, *_), is_sharded), own_key in entries.items():
             state = given.get(own_key)
             if state is not None and not isinstance(state, Mapping):
                 raise StateDictError(
-                    f"the optimizer's state of {name!r} is a dict of names and values, not {describe(state)}"
+                    f"the optimizer's state of {name!r} is a dict of names and values, not {keys.describe(state)}"
                 )
             if not state:
                 continue
@@ -177,7 +155,7 @@ class LocalOptimState:
         """Return the message to other ranks."""
         named = [([n for key in g["params"] for n in self.fqns[self.params[key]]], g) for g in self.groups or ()]
         groups = [
-            ([n for n in names if n in self.infos], {key: picklable(value) for key, value in hyper(group).items()})
+            ([n for n in names if n in self.infos], {key: picklable(value) for key, value in keys.hyper(group).items()})
             for names, group in named
         ]
         originals = [(name, info) for name, info in self.infos.items() if info.flat.use_orig_params]
@@ -194,7 +172,7 @@ class LocalOptimState:
 
         params = [sorted(group["params"], key=lambda key: places[self.params[key]]) for group in self.groups or ()]
         self.groups = [
-            {"params": own, **{key: group[key] for key in sorted(hyper(group), key=str)}}
+            {"params": own, **{key: group[key] for key in sorted(keys.hyper(group), key=str)}}
             for own, group in zip(params, self.groups or (), strict=True)
         ]
 
@@ -288,12 +266,12 @@ def optim_state_dict(
                 own.check_is_first()
             message = own.to_message()
             exchange.mine = message.digests
-        gathered = allgather_state_info(ranks, message, exchange.everyone)
+        gathered = compare.allgather_state_info(ranks, message, exchange.everyone)
         with raise_together(ranks):
-            check_same_groups(gathered)
-            merged = convert_all_state_info(gathered)
+            compare.check_same_groups(gathered)
+            merged = compare.convert_all_state_info(gathered)
             own.check_is_known(merged, message.empty)
-            differing = differing_unsharded(gathered)
+            differing = compare.differing_unsharded(gathered)
             if not gathered.has_one_order:
                 own.reorder_groups()
         if differing is not None and ranks.rank == 0:
@@ -304,8 +282,8 @@ def optim_state_dict(
         with keeping_scratch():
             if differing is None and not form.sharded:  # else ranks may have other ones
                 own.unsharded = {
-                    name: {k: full_tensor(v) if isinstance(v, DTensor) else v for k, v in sorted_items(state)}
-                    for name, state in sorted_items(own.unsharded)  # a collective for each DTensor
+                    name: {k: full_tensor(v) if isinstance(v, DTensor) else v for k, v in keys.sorted_items(state)}
+                    for name, state in keys.sorted_items(own.unsharded)  # a collective for each DTensor
                 }
             return _gathered(own, merged, form, is_shown=not form.rank0_only or ranks.rank == 0)
 
@@ -358,7 +336,7 @@ def unflatten_param_groups(
 ) -> list[dict[str, Any]]:
     """Return an optimizer's groups with the names of the model's parameters; every other key is copied."""
     names = [[fqn for key in g["params"] for fqn in param_to_fqns[param_key_to_param[key]]] for g in param_groups]
-    return [with_params(group, fqns, fqns) for group, fqns in zip(param_groups, names, strict=True)]
+    return [keys.with_params(group, fqns, fqns) for group, fqns in zip(param_groups, names, strict=True)]
 
 
 def _copied(state: Mapping[Any, Any], form: StateDictFormat) -> dict[Any, Any]:
@@ -367,5 +345,5 @@ def _copied(state: Mapping[Any, Any], form: StateDictFormat) -> dict[Any, Any]:
         name: value.detach().to(form.device(value.device), copy=True)
         if isinstance(value, torch.Tensor)
         else copy.deepcopy(value)
-        for name, value in sorted_items(state)
+        for name, value in keys.sorted_items(state)
     }
