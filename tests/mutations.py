@@ -198,8 +198,8 @@ FAULTS = (
     Fault(
         "a state dict shares memory with the model",
         "state/save.py",
-        "view.to(device, copy=True)",
-        "view.to(device)",
+        "view.to(form.device(flat.device), copy=True)",
+        "view.to(form.device(flat.device))",
         "tests/mpi/test_state_dict.py",
         2,
     ),
@@ -237,8 +237,8 @@ FAULTS = (
     Fault(
         "replicas all write the first rank's work",
         "checkpoint/saving/plan.py",
-        'np.argsort(self._loads[runs.ranks], axis=1, kind="stable")',
-        'np.argsort(self._loads[runs.ranks] * 0, axis=1, kind="stable")',
+        'np.argsort(loads[writers], axis=1, kind="stable")',
+        'np.argsort(loads[writers] * 0, axis=1, kind="stable")',
         "tests/unit/checkpoint/saving/test_plan.py",
     ),
     Fault(
@@ -317,8 +317,8 @@ FAULTS = (
     Fault(
         "the slowest setup is recommended",
         "plan/choice.py",
-        "candidate.time.seconds if candidate.fits",
-        "-candidate.time.seconds if candidate.fits",
+        "each.time.seconds if each.fits",
+        "-each.time.seconds if each.fits",
         "tests/unit/plan/test_choice.py",
     ),
     Fault(
@@ -331,10 +331,10 @@ FAULTS = (
     ),
     Fault(
         "the learning rate is never the lowest",
-        "examples/gpt/schedule.py",
+        "examples/gpt/optimizers.py",
         "max(1, steps - 1 - config.warmup_steps)",
         "max(1, steps)",
-        "tests/unit/examples/gpt/test_schedule.py",
+        "tests/unit/examples/gpt/test_optimizers.py",
     ),
     Fault(
         "a run over two files reads one twice",
