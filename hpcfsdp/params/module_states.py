@@ -70,9 +70,10 @@ def _sync(comm: Communicator, named: dict[str, torch.Tensor], bucket_bytes: int,
     described = {"src": str(src), "bucket_bytes": str(bucket_bytes)}
     sent = []
     for name, tensor in parts:
-        # Equal for tensors that view the same memory in the same way.
-        place = tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
-        owner = owners.setdefault(place if tensor.numel() else object(), name)
+        view: object = object()
+        if tensor.numel():  # others may view the same memory in the same way
+            view = tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+        owner = owners.setdefault(view, name)
         described[name] = _described(tensor) + (f", tied to {owner}" if owner != name else "")
         if owner == name and tensor.numel():
             for dimension in _repeated_dimensions(tensor):  # torch refuses to write to elements that share memory

@@ -100,18 +100,16 @@ def build_metadata_from_local_shards(
     if not local_shards:
         raise ShardingError(f"rank {current_rank} has no local shards: there is no metadata to build from")
     size = flatten_tensor_size(global_size)
-    first = _properties_of(local_shards[0].tensor)
+    first: dict[str, Any] = {}
     for number, shard in enumerate(local_shards):
         _check_local(number, shard, current_rank, pg)
-        for name, actual in _properties_of(shard.tensor).items():
-            raise_if_mismatch(first[name], actual, f"{name} (shards 0 and {number})", current_rank)
+        tensor = shard.tensor
+        found = {"pin_memory": tensor.is_pinned(), "dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
+        for name, actual in found.items():
+            raise_if_mismatch(first.setdefault(name, actual), actual, f"{name} (shards 0 and {number})", current_rank)
     described = [copied(shard.metadata) for shard in local_shards]
     _check_within(size, described)
     return ShardedTensorMetadata(described, size, TensorProperties(**first))
-
-
-def _properties_of(tensor: torch.Tensor) -> dict[str, Any]:
-    return {"pin_memory": tensor.is_pinned(), "dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
 
 
 def _check_local(number: int, shard: Shard, rank: int, pg: dist.ProcessGroup | None) -> None:

@@ -94,8 +94,8 @@ def changes_after_a_unit_that_is_not_called(group, begin):
     """Nobody computes with what was gathered in vain: look at what the ranks have sent."""
     model, x, sent, gather = shard(build(Chain).to(SIM), group, forward_prefetch=True), batch(), [], FlatParam.gather
 
-    def watched(flat, **options):
-        work = gather(flat, **options)
+    def watched(flat, async_op):
+        work = gather(flat, async_op)
         sent.append(flat._buffer.full.clone())
         return work
 
