@@ -7,8 +7,6 @@ before their buffer is free wait on their leaves. On a device they wait there un
 then what the unit has saved for its backward is freed, and one buffer is enough.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections import deque

@@ -5,8 +5,6 @@ them: a module may write to its arguments, and its caller reads them afterwards,
 their identity there, and only immutable containers are copied.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -7,8 +7,6 @@ for the others, because ranks that stay on the paths enter the collective withou
 those in collectives, and it ends early where a missing rank waits for this one elsewhere.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Sequence
@@ -45,8 +43,8 @@ class Node:
     event: Event
     depth: int
     digest: str
-    parent: Node | None
-    children: dict[Event, Node] = field(default_factory=dict)
+    parent: "Node | None"
+    children: dict[Event, "Node"] = field(default_factory=dict)
 
 
 class Order:

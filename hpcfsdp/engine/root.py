@@ -1,7 +1,5 @@
 """The root of a tree of units: runs their forwards, iterations, autograd's hooks, and the end of a backward."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import warnings

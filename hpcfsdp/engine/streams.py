@@ -5,8 +5,6 @@ has a name (``Wait``) and a reason, see docs/developers/streams.md. On the CPU a
 background.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections import deque
@@ -76,6 +74,14 @@ class Streams(Protocol):
 
     def drain(self) -> None:
         """Wait for the work on all streams, and drop each `finish` that has not run. Collective as the work."""
+
+
+class _LaunchedWork:
+    __slots__ = ("began_ns", "done", "finish", "label", "stream", "work")
+
+    def __init__(self, stream: Stream, work: Work | None, finish: Finish, label: str, began_ns: int) -> None:
+        self.stream, self.work, self.finish, self.done = stream, work, finish, False
+        self.label, self.began_ns = label, began_ns
 
 
 class HostStreams:
@@ -154,14 +160,6 @@ class HostStreams:
                 first.done = True
                 if first.work is not None:
                     first.work.wait()
-
-
-class _LaunchedWork:
-    __slots__ = ("began_ns", "done", "finish", "label", "stream", "work")
-
-    def __init__(self, stream: Stream, work: Work | None, finish: Finish, label: str, began_ns: int) -> None:
-        self.stream, self.work, self.finish, self.done = stream, work, finish, False
-        self.label, self.began_ns = label, began_ns
 
 
 class DeviceStreams:

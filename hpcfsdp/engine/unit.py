@@ -4,8 +4,6 @@ The methods stand in the order of a step: ``pre_forward, post_forward, pre_backw
 them. docs/developers/step.md lists what happens on which event.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ Ranks send and reduce `shards`, in which all ranks have segments of equal size. 
 each parameter is contiguous.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -96,7 +94,7 @@ class DTensorLayout(Layout):
         num_shards: int,
         *,
         itemsize: int | None = None,
-    ) -> DTensorLayout:
+    ) -> "DTensorLayout":
         """Lay out parameters in the given order: name, shape, dimension to cut, aliases and block of each.
 
         Alignment counts with the `itemsize` in bytes where an element takes the fewest; by default that of `dtype`.

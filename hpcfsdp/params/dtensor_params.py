@@ -6,8 +6,6 @@ no byte moves, unless rows are cast or not contiguous. Elsewhere the shards are 
 from there, parameter by parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 

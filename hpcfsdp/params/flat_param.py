@@ -8,8 +8,6 @@ views the buffer, so modules compute with the output of the all-gather without a
 - with `use_orig_params` their own run of the shard, 1-D, which the optimizer steps.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -24,7 +22,7 @@ from hpcfsdp.params.layout import FlatLayout, contiguous_strides
 from hpcfsdp.params.sharded_params import Dtypes, ShardedParams
 from hpcfsdp.params.storage import Buffer, SharedBuffer, Transient, Whole, nothing_for
 
-flat_params: weakref.WeakSet[FlatParam] = weakref.WeakSet()  # all of this process
+flat_params: weakref.WeakSet["FlatParam"] = weakref.WeakSet()  # all of this process
 
 
 class FlatParam(ShardedParams):
@@ -105,7 +103,7 @@ class FlatParam(ShardedParams):
         self._bind(self._resting)
         flat_params.add(self)
 
-    def copy(self, leaves: Sequence[nn.Parameter]) -> FlatParam:
+    def copy(self, leaves: Sequence[nn.Parameter]) -> "FlatParam":
         """Return a copy at rest, with `leaves` that have no memory yet. Collective over `comm` if it shares memory."""
         made = object.__new__(FlatParam)
         made.__dict__.update(self.__dict__)

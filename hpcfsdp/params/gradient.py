@@ -1,7 +1,5 @@
 """The gradient of sharded parameters: assembled leaf by leaf, reduced over ranks, stored as ``grad``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

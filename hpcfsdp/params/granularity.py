@@ -5,8 +5,6 @@ size, so where blocks are large there has to be padding. The least is hard to fi
 size of a shard, of some hundred, with which a greedy order of the parameters fits.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -11,8 +11,6 @@ parameters and padding at the end are zero. Parameters may lie in another order 
 ends within a block of one, see ``granularity``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import math
@@ -162,7 +160,7 @@ class FlatLayout(Layout):
         *,
         itemsize: int | None = None,
         granularity: Mapping[str, Granularity] | None = None,
-    ) -> FlatLayout:
+    ) -> "FlatLayout":
         """Lay out parameters, in the given order unless blocks of them have to stay together.
 
         Of each are given the fully qualified name, the shape and the aliases, and by name the `blocks` of those whose
@@ -268,7 +266,7 @@ class FlatLayout(Layout):
         first, last = max(slot.offset, begin), min(slot.end, begin + self.shard_numel)
         return Run(self.places[fqn], first - slot.offset, last - first, first - begin) if first < last else None
 
-    def known_as(self, paths: tuple[str, ...], join: Callable[[str, str], str]) -> FlatLayout:
+    def known_as(self, paths: tuple[str, ...], join: Callable[[str, str], str]) -> "FlatLayout":
         """Return the same layout with names below the first of `paths`, aliases below the others; `join` makes them."""
         if (paths, join) not in self._made:
             slots = []
@@ -278,7 +276,7 @@ class FlatLayout(Layout):
             self._made[paths, join] = dataclasses.replace(self, slots=tuple(slots))
         return self._made[paths, join]
 
-    def of_tensor_rank(self, rank: int) -> FlatLayout:
+    def of_tensor_rank(self, rank: int) -> "FlatLayout":
         """Return the layout of the blocks of another tensor-parallel rank."""
         if ("tensor rank", rank) not in self._made:
             if all(slot.block is None or slot.block.rank == rank for slot in self.slots):

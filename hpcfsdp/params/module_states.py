@@ -1,7 +1,5 @@
 """Parameters and buffers of modules: broadcasts of one rank's, after all have compared them, and their names."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """What a unit's parameters of one dtype have in common, however ranks share them: the engine knows nothing else."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ class Dtypes:
         param: torch.dtype | None = None,
         reduce: torch.dtype | None = None,
         keep_low_precision_grads: bool = False,
-    ) -> Dtypes:
+    ) -> "Dtypes":
         """Return the dtypes for parameters of `dtype`, by the rules of torch's ``MixedPrecision``."""
         if not dtype.is_floating_point:  # integer and complex parameters are never cast
             return cls(dtype, dtype, dtype, accumulate_dtype(dtype), dtype)

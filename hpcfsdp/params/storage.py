@@ -1,7 +1,5 @@
 """Storage of a tensor, allocated and freed while the tensor stays; the buffers of gathered parameters."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from math import prod

@@ -4,8 +4,6 @@ A box has an offset and a size in each dimension. A run is consecutive elements 
 memory: a flat parameter's shard, a chunk of rows, a box in the middle of a matrix and a whole tensor are lists of runs.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence

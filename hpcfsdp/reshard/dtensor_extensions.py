@@ -5,8 +5,6 @@ joins DTensors by ``reshard.sharded_tensors``. Blocks are exact, also of tensors
 divide, and on meshes of any dimensions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from typing import Any

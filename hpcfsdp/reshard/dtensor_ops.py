@@ -7,8 +7,6 @@
 - Numbers that an optimizer reads, and the parts of complex parameters that it steps.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 All but the exchange is pure, for any number of imagined ranks.
 """
 
-from __future__ import annotations
-
 import abc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +27,7 @@ class RanksByDim(NamedTuple):
     places: np.ndarray  # int64, by rank its place in `ranks`
 
     @classmethod
-    def of(cls, ranks: np.ndarray) -> RanksByDim:
+    def of(cls, ranks: np.ndarray) -> "RanksByDim":
         places = np.zeros((ranks.size, 3), np.int64)
         places[ranks.reshape(-1)] = np.stack(np.unravel_index(np.arange(ranks.size), ranks.shape), 1)
         return cls(ranks, places)

@@ -1,7 +1,5 @@
 """The blocks of a tensor on the ranks of a mesh, as ``DTensor`` placements say. Pure: for any imagined mesh."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -5,8 +5,6 @@ and ranges of a file. Tensor parallelism may divide a parameter into blocks befo
 of its own in the plan, so a run stays a run, however the whole parameter is divided.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -49,7 +47,7 @@ class RedistributePlan:
     received: list[list[Transfer]]  # by rank; a source offset is one in that rank's memory
 
     @classmethod
-    def make(cls, rank: int, size: int, sources: RunsOf, targets: RunsOf) -> RedistributePlan:
+    def make(cls, rank: int, size: int, sources: RunsOf, targets: RunsOf) -> "RedistributePlan":
         """Plan for `rank` of `size`. Every element of `targets` is in `sources` once."""
         mine, wanted = sources(rank), targets(rank)
         sent: list[list[Transfer]] = [[] for _ in range(size)]
@@ -60,7 +58,7 @@ class RedistributePlan:
                 received[other] = intersect(sources(other), wanted) if wanted else []
         return cls(intersect(mine, wanted), sent, received)
 
-    def parts(self, groups: Iterable[range]) -> Iterator[RedistributePlan]:
+    def parts(self, groups: Iterable[range]) -> Iterator["RedistributePlan"]:
         """Return this plan, one range of tensors after the other; ascending ranges that hold all of them."""
         stops, size, nothing = [group.stop for group in groups], len(self.sent), list[Transfer]()
         everything = [self.kept, *self.sent, *self.received]

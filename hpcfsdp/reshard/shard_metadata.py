@@ -4,8 +4,6 @@ These functions have the names of ``torch.distributed._shard.sharded_tensor.util
 those. The package itself calls none of them. Errors name the rank, the shard and both values. Ranks are global ones.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Sequence

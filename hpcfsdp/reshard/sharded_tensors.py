@@ -1,7 +1,5 @@
 """``ShardedTensor`` and ``DTensor``, torch's own classes, made from local blocks, and read as blocks."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Iterable, Mapping, Sequence

@@ -11,8 +11,6 @@ range have one stride, its elements are a matrix with that many columns, which t
 with the number of hyperslabs. Irregular ones are divided into up to ``MOST_PARTS`` parts.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -151,7 +149,7 @@ class _Slabs(NamedTuple):
     strides: np.ndarray
 
     @classmethod
-    def of(cls, slabs: np.ndarray, bases: np.ndarray) -> _Slabs:
+    def of(cls, slabs: np.ndarray, bases: np.ndarray) -> "_Slabs":
         """Return slabs inside of their tensors, which begin at `bases`. Runs that touch each other become one."""
         begins, numels, counts, strides = (
             slabs[name].astype(np.int64) for name in ("start", "numel", "count", "stride")
@@ -168,10 +166,10 @@ class _Slabs(NamedTuple):
         """The end of the last run of each hyperslab."""
         return self.begins + (self.counts - 1) * self.strides + self.numels
 
-    def pick(self, which: np.ndarray) -> _Slabs:
+    def pick(self, which: np.ndarray) -> "_Slabs":
         return _Slabs(*(column[which] for column in self))
 
-    def expanded(self) -> _Slabs:
+    def expanded(self) -> "_Slabs":
         """Return each run as a hyperslab, in the order of the slabs."""
         counts = self.counts
         which = np.repeat(np.arange(len(counts)), counts)
