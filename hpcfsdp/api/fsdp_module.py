@@ -22,6 +22,12 @@ from hpcfsdp.units.build import Forward, become_root
 from hpcfsdp.units.copying import copy_fully_sharded
 from hpcfsdp.units.dtensor_unit import DTensorUnit, dtensor_unit_of, dtensor_units_in
 from hpcfsdp.units.materialize import FillEmpty, tensors_on_meta
+from hpcfsdp.units.own import UNIT
+
+_NOT_SUPPORTED = (
+    "is not supported: set HPCFSDP_REGISTERED_MEMORY=1 in the environment, which registers the memory of gathers with "
+    "the backend"
+)
 
 
 class UnshardHandle(stock.UnshardHandle):
@@ -172,9 +178,7 @@ class FSDPModule(stock.FSDPModule):
             raise ValueError(f"the divide factor must be a number other than 0, not {factor!r}")
         self._unit_here.reduce_options.divide_by = factor
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Call ``set_gradient_divide_factor`` with `factor`; this is its older name."""
-        self.set_gradient_divide_factor(factor)
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accept `enable`, without effect: transports sum, and divide themselves where that is exact and fast."""
@@ -214,8 +218,7 @@ class FSDPModule(stock.FSDPModule):
         Raises:
             ValueError: `stream` was given for hybrid sharding.
         """
-        unit = self._unit_here
-        self._refuse_several_meshes("set_all_reduce_hook")
+        unit = self._unit_on_one_mesh("set_all_reduce_hook")
         if stream is not None and unit.mesh.is_hybrid:
             raise ValueError("stream= cannot be set for hybrid sharding, which reduces on streams of its own")
         unit.reduce_options.hook = hook if stream is None else functools.partial(_call_on, stream, hook)
@@ -223,8 +226,7 @@ class FSDPModule(stock.FSDPModule):
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather the module's parameters with torch's ``AllGather`` object `comm`."""
-        self._refuse_several_meshes("set_custom_all_gather")
-        unit = self._unit_here
+        unit = self._unit_on_one_mesh("set_custom_all_gather")
         group, size = unit.mesh.process_group(), unit.mesh.shard.size
 
         def gather(shard: torch.Tensor) -> torch.Tensor:
@@ -237,8 +239,7 @@ class FSDPModule(stock.FSDPModule):
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce the module's gradients over the shards' ranks with torch's ``ReduceScatter`` object `comm`."""
-        self._refuse_several_meshes("set_custom_reduce_scatter")
-        unit = self._unit_here
+        unit = self._unit_on_one_mesh("set_custom_reduce_scatter")
         group, size = unit.mesh.process_group(), unit.mesh.shard.size
 
         def scatter(full: torch.Tensor) -> torch.Tensor:
@@ -260,11 +261,11 @@ class FSDPModule(stock.FSDPModule):
         """Refuse `enable`: ``HPCFSDP_REGISTERED_MEMORY=1`` registers the memory of gathers with the backend."""
         _check_bool("enable", enable)
         if enable:
-            raise _not_supported("set_allocate_memory_from_process_group_for_comm")
+            raise NotImplementedError(f"set_allocate_memory_from_process_group_for_comm {_NOT_SUPPORTED}")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Refuse any `backend`: ``HPCFSDP_REGISTERED_MEMORY=1`` registers the memory of gathers with the backend."""
-        raise _not_supported(f"set_symm_mem_for_comm({backend!r})")
+        raise NotImplementedError(f"set_symm_mem_for_comm({backend!r}) {_NOT_SUPPORTED}")
 
     # The rest
 
@@ -310,9 +311,7 @@ class FSDPModule(stock.FSDPModule):
 
     @property
     def _unit_here(self) -> DTensorUnit:
-        unit = dtensor_unit_of(cast(nn.Module, self))
-        assert unit is not None
-        return unit
+        return cast(DTensorUnit, self.__dict__[UNIT])
 
     def _units(self, recurse: bool, **switches: bool) -> Sequence[DTensorUnit]:
         """Return the units that a method sets. Refuses switches that are no bool."""
@@ -320,9 +319,11 @@ class FSDPModule(stock.FSDPModule):
             _check_bool(name, value)
         return dtensor_units_in(cast(nn.Module, self)) if recurse else [self._unit_here]
 
-    def _refuse_several_meshes(self, what: str) -> None:
-        if any(each.mesh is not self._unit_here.mesh for each in self._unit_here.own):
+    def _unit_on_one_mesh(self, what: str) -> DTensorUnit:
+        unit = self._unit_here
+        if any(each.mesh is not unit.mesh for each in unit.own):
             raise ValueError(f"{what} cannot be used where parameters of a module are sharded over several meshes")
+        return unit
 
     def _get_fsdp_state(self) -> NoReturn:
         """Return what torch's own methods read. Always raises an ``EngineError``."""
@@ -337,36 +338,26 @@ def torchs_state_error() -> EngineError:
     )
 
 
-_classes: dict[type, type] = {}
-
-
+@functools.cache
 def extended_class(original: type) -> type:
     """Return a subclass of `original`, a module's class, and of ``FSDPModule``, always the same one."""
-    if original not in _classes:
-        made = type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
-        _classes[original] = made
-    return _classes[original]
+    return type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
 
 
 def _root_of(unit: DTensorUnit) -> Root:
     """Return the root. Collective where there is none yet, or where the program has replaced parameters by others."""
     root = unit.root
-    units = [] if root is None else cast(Sequence[DTensorUnit], root.units)
-    if root is not None and (
-        root.is_busy or all(each.root is root and not each.uninitialised and each.fits() for each in units)
-    ):
+    if root is None:
+        return become_root(unit)
+    units = cast(Sequence[DTensorUnit], root.units)
+    if root.is_busy or all(each.root is root and not each.uninitialised and each.fits() for each in units):
         return root
-    if root is not None:
-        root.recover()
-    return become_root(unit if root is None else units[0])
+    root.recover()
+    return become_root(units[0])
 
 
 def units_of_modules(modules: Iterable[FSDPModule]) -> list[DTensorUnit]:
-    """Return the units of modules.
-
-    Raises:
-        ValueError: ``fully_shard`` has not sharded one of them.
-    """
+    """Return the units of modules, which ``fully_shard`` must have sharded."""
     units = []
     for module in modules:
         unit = dtensor_unit_of(module) if isinstance(module, nn.Module) else None
@@ -376,23 +367,14 @@ def units_of_modules(modules: Iterable[FSDPModule]) -> list[DTensorUnit]:
     return units
 
 
-def _not_supported(what: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{what} is not supported: set HPCFSDP_REGISTERED_MEMORY=1 in the environment, which registers the memory of "
-        "gathers with the backend"
-    )
-
-
 def _check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, not {value!r}")
 
 
 def _call_and_cast(function: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return apply_to_tensors(cast_one, function(*args, **kwargs))
+    outputs = function(*args, **kwargs)
+    return apply_to_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, outputs)
 
 
 def _call_on(stream: torch.Stream, hook: Callable[[torch.Tensor], None], grad: torch.Tensor) -> None:

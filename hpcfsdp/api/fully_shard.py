@@ -10,14 +10,6 @@ from typing import Any, TypeVar
 import torch.distributed.fsdp as stock
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-)
 from torch.distributed.tensor import Shard
 
 from hpcfsdp import _compat
@@ -25,18 +17,16 @@ from hpcfsdp.api.fsdp_module import FSDPModule, extended_class, torchs_state_err
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.engine.streams import streams_for
 from hpcfsdp.hang.calls import public_call
+from hpcfsdp.units import materialize, own
 from hpcfsdp.units.arguments import replicated_in
 from hpcfsdp.units.dtensor_unit import DTensorUnit, dtensor_unit_of, shard_param
 from hpcfsdp.units.flat_unit import unit_of
 from hpcfsdp.units.groups import resolve_mesh, with_dtensors
-from hpcfsdp.units.materialize import tensors_on_meta
 from hpcfsdp.units.optimizer_check import watch_optimizers
-from hpcfsdp.units.options import NOTHING_IGNORED, Ignored, UnitOptions
-from hpcfsdp.units.own import UNIT, OwnParam, label_modules, move_buffers, own_params, unit_fqn
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 Modules = TypeVar("Modules", bound=nn.Module | Sequence[nn.Module])
-_NO_MIXED_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
+_NO_MIXED_PRECISION, _NO_OFFLOAD = stock.MixedPrecisionPolicy(), stock.OffloadPolicy()
 
 
 @public_call("fully_shard")
@@ -46,8 +36,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = _NO_MIXED_PRECISION,
-    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    mp_policy: stock.MixedPrecisionPolicy = _NO_MIXED_PRECISION,
+    offload_policy: stock.OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Modules:
@@ -80,12 +70,34 @@ def fully_shard(
         ShardingError: DTensors that `shard_placement_fn` sends nowhere else are on ranks of `mesh`.
         NotImplementedError: `dp_mesh_dims` is given.
     """
-    modules: list[Any] = _outermost(module) if isinstance(module, (list, tuple)) else [module]
+    modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise ValueError("fully_shard was given an empty list: give it one module or more")
+    if len({id(each) for each in modules}) < len(modules):
+        raise ValueError("fully_shard was given a list that names a module twice: name it once")
+    given = (each for each in modules if isinstance(each, nn.Module))
+    inside = {id(inner) for each in given for inner in each.modules() if inner is not each}
+    modules = [each for each in modules if id(each) not in inside]  # units of others hold them anyway
     for each in modules:
         _check_module(each)
-    _check_options(mesh, mp_policy, offload_policy, dp_mesh_dims)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
+    if mesh is not None and mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard takes a mesh of one dimension, or of two (replicate, shard), not {mesh.ndim}: pass a slice "
+            "of it, such as mesh['shard']"
+        )
+    if mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError("a mesh of two dimensions needs names: make it with mesh_dim_names=('replicate', 'shard')")
+    if not isinstance(mp_policy, stock.MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {mp_policy!r}")
+    if not isinstance(offload_policy, stock.OffloadPolicy):
+        raise TypeError(f"offload_policy must be an OffloadPolicy, not {offload_policy!r}")
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            "dp_mesh_dims is not supported: pass the data-parallel dimensions of the mesh as mesh=, such as "
+            "mesh['replicate', 'shard'], with DTensors on its other dimensions alone"
+        )
     shard_modules(
         modules,
         resolve_mesh(None, mesh, _strategy(mesh)),
@@ -104,16 +116,17 @@ def shard_modules(
     *,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = _NO_MIXED_PRECISION,
-    offload_policy: OffloadPolicy = _NO_OFFLOAD,
-    ignored: Ignored = NOTHING_IGNORED,
+    mp_policy: stock.MixedPrecisionPolicy = _NO_MIXED_PRECISION,
+    offload_policy: stock.OffloadPolicy = _NO_OFFLOAD,
+    ignored: own.Ignored = own.NOTHING_IGNORED,
 ) -> None:
     """Make one unit of the modules. Collective over the ranks of `mesh`. Arguments are those of ``fully_shard``."""
     choice = _reshard_choice(reshard_after_forward, mesh.shard.size)
     watch_optimizers()
     container = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     with raise_together_over(mesh.subgroups()):
-        chosen = _chosen(container, shard_placement_fn, ignored)
+        params = [p for p in container.parameters() if p.dim() and p not in ignored.params and own.unit_fqn(p) is None]
+        chosen = {} if shard_placement_fn is None else {param: shard_placement_fn(param) for param in params}
     # Those of experts may be DTensors on ranks over which the others are sharded.
     infos = {param: getattr(placement, "mesh_info", None) for param, placement in chosen.items()}
     apart = {param: info.mesh for param, info in infos.items() if info is not None and info.mesh != mesh.device_mesh}
@@ -123,55 +136,39 @@ def shard_modules(
         meshes[other] = with_dtensors(resolve_mesh(None, other, _strategy(other)), container, elsewhere)
     mesh = with_dtensors(mesh, container, {*ignored.params, *apart})
     others = {param: meshes[other] for param, other in apart.items()}
-    options = UnitOptions(
+    casts = mp_policy.cast_forward_inputs
+    options = own.UnitOptions(
         device=mesh.dtensor_ranks.device,
         ignored=ignored,
-        mixed_precision=MixedPrecision(
-            param_dtype=mp_policy.param_dtype,
-            reduce_dtype=mp_policy.reduce_dtype,
-            cast_forward_inputs=mp_policy.cast_forward_inputs,
-            cast_root_forward_inputs=mp_policy.cast_forward_inputs,
+        mixed_precision=stock.MixedPrecision(
+            mp_policy.param_dtype, mp_policy.reduce_dtype, cast_forward_inputs=casts, cast_root_forward_inputs=casts
         ),
-        cpu_offload=CPUOffload(offload_params=isinstance(offload_policy, CPUOffloadPolicy)),
-        pin_memory=isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory,
+        cpu_offload=stock.CPUOffload(offload_params=isinstance(offload_policy, stock.CPUOffloadPolicy)),
+        pin_memory=isinstance(offload_policy, stock.CPUOffloadPolicy) and offload_policy.pin_memory,
     )
     for each in modules:
-        move_buffers(each, mesh.dtensor_ranks.device, ignored=ignored)
+        own.move_buffers(each, mesh.dtensor_ranks.device, ignored=ignored)
     with raise_together_over(mesh.subgroups()):
-        found = own_params(modules, options, mesh=mesh, others=others)
+        found = own.own_params(modules, options, mesh=mesh, others=others)
         entries = sorted(found.entries, key=lambda entry: entry.index)
         dims = [_dim(entry, chosen.get(entry.given)) for entry in entries]
-    own = [
+    rows = [
         shard_param(entry, others.get(entry.given, mesh), dim, options)
         for entry, dim in zip(entries, dims, strict=True)
     ]
-    unit = DTensorUnit(" + ".join(type(each).__name__ for each in modules), modules, own, mesh=mesh, options=options)
-    unit.uninitialised = [state for each in modules for state in tensors_on_meta(each)]
+    unit = DTensorUnit(" + ".join(type(each).__name__ for each in modules), modules, rows, mesh, options)
+    unit.uninitialised = [state for each in modules for state in materialize.tensors_on_meta(each)]
     unit.label_params()
     unit.reshard_choice, unit.output_dtype = choice, mp_policy.output_dtype
     for each in modules:
-        each.__dict__[UNIT] = unit
-        each.__class__ = extended_class(type(each))
+        each.__dict__[own.UNIT] = unit
+        each.__class__ = extended_class(type(each))  # type: ignore[arg-type]  # mypy looks at __hash__ of instances
         _compat.refuse_state(each, torchs_state_error)
-        label_modules(each, ignored.modules)
+        own.label_modules(each, ignored.modules)
     unit.add_state_hooks()
     unit.refresh()
     if len(unit.inner_units()) > 1:
         unit.confirm()
-
-
-def _outermost(modules: Sequence[Any]) -> list[Any]:
-    """Return the modules of a list without those inside of others, which their units hold anyway."""
-    if len({id(module) for module in modules}) < len(modules):
-        raise ValueError("fully_shard was given a list that names a module twice: name it once")
-    inside = {
-        id(inner)
-        for module in modules
-        if isinstance(module, nn.Module)
-        for inner in module.modules()
-        if inner is not module
-    }
-    return [module for module in modules if id(module) not in inside]
 
 
 def _check_module(module: Any) -> None:
@@ -193,35 +190,12 @@ def _check_module(module: Any) -> None:
                 f"{where} is wrapped in FullyShardedDataParallel: shard a model with either fully_shard or "
                 "FullyShardedDataParallel"
             )
-        if _compat.is_replicated(inner):
-            continue
-        if isinstance(inner, stock.FSDPModule) and not isinstance(inner, FSDPModule):
+        is_torchs = isinstance(inner, stock.FSDPModule) and not isinstance(inner, FSDPModule)
+        if is_torchs and not _compat.is_replicated(inner):
             raise ValueError(
                 f"{where} is sharded with torch's fully_shard: use hpcfsdp.fully_shard for all modules of a model, or "
                 "torch's"
             )
-
-
-def _check_options(mesh: Any, mp_policy: Any, offload_policy: Any, dp_mesh_dims: Any) -> None:
-    """Refuse arguments before anything is changed."""
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
-    if mesh is not None and mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"fully_shard takes a mesh of one dimension, or of two (replicate, shard), not {mesh.ndim}: pass a slice "
-            "of it, such as mesh['shard']"
-        )
-    if mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise ValueError("a mesh of two dimensions needs names: make it with mesh_dim_names=('replicate', 'shard')")
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {mp_policy!r}")
-    if not isinstance(offload_policy, OffloadPolicy):
-        raise TypeError(f"offload_policy must be an OffloadPolicy, not {offload_policy!r}")
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(
-            "dp_mesh_dims is not supported: pass the data-parallel dimensions of the mesh as mesh=, such as "
-            "mesh['replicate', 'shard'], with DTensors on its other dimensions alone"
-        )
 
 
 def _reshard_choice(given: bool | int | None, ranks: int) -> bool | None:
@@ -234,17 +208,7 @@ def _reshard_choice(given: bool | int | None, ranks: int) -> bool | None:
     return given != 1
 
 
-def _chosen(
-    module: nn.Module, choose: Callable[[nn.Parameter], Any] | None, ignored: Ignored
-) -> dict[nn.Parameter, Any]:
-    """Return what the user's function returns for the parameters of a future unit."""
-    if choose is None:
-        return {}
-    params = (param for param in module.parameters() if param not in ignored.params)
-    return {param: choose(param) for param in params if param.dim() and unit_fqn(param) is None}
-
-
-def _dim(entry: OwnParam, chosen: Any) -> int:
+def _dim(entry: own.OwnParam, chosen: Any) -> int:
     """Return the dimension along which a parameter is cut; `chosen` by the user's function, if there is one."""
     param = entry.given
     if not param.dim():
@@ -253,8 +217,7 @@ def _dim(entry: OwnParam, chosen: Any) -> int:
             "or pass it in ignored_params"
         )
     placement = getattr(chosen, "placement", chosen)
-    if placement is None:
-        placement = Shard(0)
+    placement = Shard(0) if placement is None else placement
     if not isinstance(placement, Shard):
         raise ValueError(f"shard_placement_fn returned {chosen!r} for {entry.fqn!r}: it must be a Shard or None")
     dim = placement.dim + (param.dim() if placement.dim < 0 else 0)
@@ -265,8 +228,9 @@ def _dim(entry: OwnParam, chosen: Any) -> int:
     return dim
 
 
-def _strategy(mesh: DeviceMesh | None) -> ShardingStrategy:
-    return ShardingStrategy.HYBRID_SHARD if mesh is not None and mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
+def _strategy(mesh: DeviceMesh | None) -> stock.ShardingStrategy:
+    is_hybrid = mesh is not None and mesh.ndim == 2
+    return stock.ShardingStrategy.HYBRID_SHARD if is_hybrid else stock.ShardingStrategy.FULL_SHARD
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -47,15 +47,8 @@ class ShardedGradScaler(TorchShardedGradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | Communicator | None = None,
     ) -> None:
-        super().__init__(
-            device,
-            init_scale=init_scale,
-            backoff_factor=backoff_factor,
-            growth_factor=growth_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-            process_group=process_group,  # type: ignore[arg-type]  # torch only keeps it
-        )
+        group: Any = process_group  # torch only keeps it
+        super().__init__(device, init_scale, backoff_factor, growth_factor, growth_interval, enabled, group)
 
     @public_call("ShardedGradScaler.unscale_")
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

@@ -95,7 +95,4 @@ def param_groups(
                     "flat parameter: wrap the model with use_orig_params=True"
                 )
             groups[own].setdefault(info.param, name)
-    return [
-        {"params": list(groups[True]), "weight_decay": weight_decay},
-        {"params": list(groups[False]), "weight_decay": 0.0},
-    ]
+    return [{"params": list(params), "weight_decay": weight_decay if own else 0.0} for own, params in groups.items()]

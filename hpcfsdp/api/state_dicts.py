@@ -7,14 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed.fsdp as stock
 from torch import nn
-from torch.distributed.fsdp import (
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
 
 from hpcfsdp import _compat
 from hpcfsdp.hang.calls import public_call
@@ -107,28 +101,20 @@ class StateDictMethods(nn.Module):
         """
         return load_model(self, state_dict, strict=strict, assign=assign)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, *args: Any) -> None:
         """Load for a module around this one, which calls this; see ``state.load.LoadWithin``."""
-        del strict  # always True here; the module around this one has the argument
+        # Here `strict` is always True; the module around this one has the argument.
+        state_dict, prefix, local_metadata, _strict, missing_keys, unexpected_keys, error_msgs = args
         waiting = LoadWithin(self._unit, state_dict, prefix, local_metadata, missing_keys, unexpected_keys, error_msgs)
         self.__dict__["_load_within"] = waiting, _compat.loading_module(), missing_keys
 
     @staticmethod
     def set_state_dict_type(
         module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
+        state_dict_type: stock.StateDictType,
+        state_dict_config: stock.StateDictConfig | None = None,
+        optim_state_dict_config: stock.OptimStateDictConfig | None = None,
+    ) -> stock.StateDictSettings:
         """Set the kind of state dict for all units in `module`, which need not be a unit itself.
 
         Args:
@@ -145,7 +131,7 @@ class StateDictMethods(nn.Module):
         return settings.set_kind(module, state_dict_type, state_dict_config, optim_state_dict_config)[0][1]
 
     @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    def get_state_dict_type(module: nn.Module) -> stock.StateDictSettings:
         """Return the settings of the units in `module`, which need not be a unit itself.
 
         Raises:
@@ -156,9 +142,9 @@ class StateDictMethods(nn.Module):
     @staticmethod
     def state_dict_type(
         module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
+        state_dict_type: stock.StateDictType,
+        state_dict_config: stock.StateDictConfig | None = None,
+        optim_state_dict_config: stock.OptimStateDictConfig | None = None,
     ) -> contextlib.AbstractContextManager[None]:
         """Return a context with the settings of ``set_state_dict_type``; its end restores those of each unit."""
         return settings.state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
@@ -222,7 +208,7 @@ class StateDictMethods(nn.Module):
     @staticmethod
     def rekey_optim_state_dict(
         optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
+        optim_state_key_type: stock.OptimStateKeyType,
         model: nn.Module,
         optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
         optim: torch.optim.Optimizer | None = None,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
@@ -24,37 +27,15 @@ from hpcfsdp.params.granularity import Granularity, GranularityOf, check_granula
 from hpcfsdp.params.module_states import get_root_modules
 from hpcfsdp.state.load import load_when_known
 from hpcfsdp.state.settings import default_settings
-from hpcfsdp.units import copying, mixed_precision as precisions, summon
-from hpcfsdp.units.arguments import (
-    check_module,
-    check_readers,
-    check_ties,
-    check_types,
-    choose_units,
-    resolve_ignored,
-    target_device,
-    warn_of_container,
-)
-from hpcfsdp.units.build import Forward, become_root, join_tp_group, make_unit, warn_of_units
-from hpcfsdp.units.clip import clip_model_grads
+from hpcfsdp.units import arguments, build, clip, copying, guard, materialize, mixed_precision as precisions, summon
 from hpcfsdp.units.flat_unit import WRAPPED, units_in
 from hpcfsdp.units.groups import resolve_mesh, with_dtensors
-from hpcfsdp.units.guard import (
-    PAST_FORWARD,
-    RefusesOtherWrappers,
-    guard_modules,
-    guarded,
-    refuse_ddp_around,
-    refuse_mistakes,
-)
-from hpcfsdp.units.materialize import materialize
 from hpcfsdp.units.optimizer_check import watch_optimizers
-from hpcfsdp.units.options import UnitOptions
-from hpcfsdp.units.own import label_modules, move_buffers, own_params
+from hpcfsdp.units.own import UnitOptions, label_modules, move_buffers, own_params
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 
-class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
+class FullyShardedDataParallel(StateDictMethods):
     """Shards a module's parameters over ranks, gathers them while it computes, and reduces their gradients.
 
     Constructing one is collective over the ranks it shards over. Arguments are those of torch's class of the same
@@ -130,10 +111,10 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
     ) -> None:
         super().__init__()
         watch_optimizers()
-        check_module(module)
-        check_types(cpu_offload, mixed_precision, backward_prefetch)
+        arguments.check_module(module)
+        arguments.check_types(cpu_offload, mixed_precision, backward_prefetch)
         mesh = resolve_mesh(process_group, device_mesh, sharding_strategy)
-        ignored = resolve_ignored(module, ignored_modules, ignored_states)
+        ignored = arguments.resolve_ignored(module, ignored_modules, ignored_states)
         if granularity != 1 and not callable(granularity):  # before anything is wrapped
             managed = {param for unit in units_in(module) for flat in unit.sharded_params for param in flat.stepped}
             for name, param in module.named_parameters():
@@ -145,7 +126,7 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
         self._full_in_eval = env.full_precision_in_eval()
         self.register_load_state_dict_post_hook(load_when_known)  # type: ignore[no-untyped-call]
         options = UnitOptions(
-            device=target_device(mesh, device_id),
+            device=arguments.target_device(mesh, device_id),
             ignored=ignored,
             mixed_precision=mixed_precision or MixedPrecision(),
             cpu_offload=cpu_offload or CPUOffload(),
@@ -162,32 +143,36 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
         if options.device is not None:
             move_buffers(module, options.device, ignored=ignored)
         with raise_together_over(mesh.subgroups()):
-            made = materialize(
+            made = materialize.materialize(
                 module,
                 device=options.device or torch.device("cpu"),
                 param_init_fn=param_init_fn,
                 ignored=ignored,
                 values_count=not sync_module_states or mesh.is_first(),  # whose values all others get
             )
-        check_readers(module)
+        arguments.check_readers(module)
         in_full = precisions.find_full_precision(module, options.full_precision)
         self._fsdp_wrapped_module: Any = module  # which may be indexed, too
         with raise_together_over(mesh.subgroups()):
             own = own_params([module], options, mesh=mesh)
-        if own.groups:
-            warn_of_container(module)
+        if own.groups and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            warnings.warn(
+                f"a {type(module).__name__} has no forward in which its parameters could be gathered: wrap the modules "
+                "in it, or the module that calls them",
+                stacklevel=2,
+            )
         outside = dict.fromkeys(precisions.modules_outside(module))
         param_names = {inner: tuple(inner._parameters) for inner in outside}  # in the order of the plain model
-        self._unit = make_unit(self, module, mesh=mesh, own=own, made=made, options=options)
+        self._unit = build.make_unit(self, module, mesh, own, made, options)
         self._unit.param_names, self._unit.state_dict_settings = param_names, default_settings()
         label_modules(module, ignored.modules)
-        guard_modules(self._unit)
+        guard.guard_modules(self._unit)
         precisions.keep_full_precision(in_full)
         for inner in units_in(module):  # inner units without DTensors
             if mesh.tensor_mesh is not None and inner.mesh.tensor is None:
-                join_tp_group(inner, mesh.tensor_mesh, sync_module_states=sync_module_states)
+                build.join_tp_group(inner, mesh.tensor_mesh, sync_module_states=sync_module_states)
         if is_outermost:  # one warning for all units of this call
-            warn_of_units(self, stacklevel=3)
+            build.warn_of_units(self, stacklevel=3)
 
     @property
     def module(self) -> nn.Module:
@@ -255,11 +240,8 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
     def training_state(self) -> Any:
         """One of torch's ``TrainingState``."""
         states = _compat.training_states()
-        if self._unit.is_idle:
-            return states.IDLE
-        return (
-            states.SUMMON_FULL_PARAMS if self._unit.training_state is TrainingState.SUMMON else states.FORWARD_BACKWARD
-        )
+        others = {TrainingState.IDLE: states.IDLE, TrainingState.SUMMON: states.SUMMON_FULL_PARAMS}
+        return others.get(self._unit.training_state, states.FORWARD_BACKWARD)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -275,8 +257,8 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
         The outermost wrapper moves tensors in the arguments to the device of the computation.
         """
         unit = self._unit
-        with Forward(unit) as compiler:
-            root = unit.root or become_root(unit)
+        with build.Forward(unit) as compiler:
+            root = unit.root or build.become_root(unit)
             if not root.is_busy:
                 if self._full_in_eval:
                     precisions.follow_eval_mode(unit)
@@ -288,7 +270,7 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
     def check_is_root(self) -> bool:
         """Return whether this wrapper is the outermost one; before the model's first call, make it so."""
         if self._unit.root is None:
-            become_root(self._unit)
+            build.become_root(self._unit)
         return self._unit.is_root
 
     @contextlib.contextmanager
@@ -346,7 +328,7 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
         if root.holds_grads:
             with raise_together_over(self._unit.mesh.subgroups()):
                 root.refuse_held("clip_grad_norm_")
-        return clip_model_grads(self._unit, max_norm, norm_type)
+        return clip.clip_model_grads(self._unit, max_norm, norm_type)
 
     @public_call("register_comm_hook")
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -392,14 +374,14 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
         """Call `fn` on every module, inner ones first, with whole parameters. Collective over the process group."""
         with self.summon_full_params(self, recurse=False, writeback=True):
             for child in self.children():
-                _apply_below(child, fn)
+                child.apply(fn)  # units inside gather their own parameters
         fn(self)
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Do as for any module; within ``summon_full_params`` without the names of wrappers."""
         if kwargs.get("recurse") is False:
-            refuse_ddp_around(self._unit)
+            guard.refuse_ddp_around(self._unit)
         if self._unit.root is not None:
             self._unit.root.recover()  # modules may hold what a broken backward needs
         for unit in units_in(self) if torch.is_grad_enabled() else ():
@@ -444,7 +426,7 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
             if name == WRAPPED:  # an attribute is missing while the constructor runs
                 raise
             found = getattr(self._fsdp_wrapped_module, name)
-            return guarded(self._unit, name, found) if name in PAST_FORWARD else found
+            return guard.guarded(self._unit, name, found) if name in guard.PAST_FORWARD else found
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the wrapped module alone has there: its forward reads it."""
@@ -457,9 +439,36 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
         else:
             setattr(module, name, value)
 
+    # Attributes that other libraries read before they wrap a module
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """Read by torch's DistributedDataParallel before it changes anything. Always raises an ``EngineError``."""
+        raise EngineError(
+            "DistributedDataParallel, or Accelerator.prepare, was called with a model that is already wrapped in "
+            "FullyShardedDataParallel, which reduces gradients itself: use the wrapped model as it is; with "
+            "accelerate, prepare only the optimizer and the data loader; transformers' Trainer takes the plain model "
+            "and trains replicas; hpcfsdp.integrations has a Trainer and an Accelerator that shard; for replicas of "
+            "shards use sharding_strategy=ShardingStrategy.HYBRID_SHARD"
+        )
+
+    @functools.cached_property  # accelerate may set it
+    def _is_accelerate_prepared(self) -> bool:
+        """Read by ``Accelerator.prepare`` and ``prepare_model`` first. Warns if accelerate counts one process."""
+        size = self._unit.mesh.dtensor_ranks.size
+        accelerate = sys.modules.get("accelerate")
+        if accelerate is not None and size > 1 and accelerate.PartialState().num_processes == 1:
+            warnings.warn(
+                f"the model is sharded over {size} ranks, but accelerate sees only one process and gives every rank "
+                "the same data. Call hpcfsdp.init() before Accelerator() (on CPUs: Accelerator(cpu=True)), or divide "
+                "the data yourself",
+                stacklevel=4,
+            )
+        return False
+
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch.distributed.checkpoint: FQNs contain neither the wrapped module's name nor ``module``."""
-        refuse_mistakes(self._unit)
+        guard.refuse_mistakes(self._unit)
         return {"module": WRAPPED}
 
     @public_call("copy.deepcopy")
@@ -487,16 +496,14 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
         return True  # as any module, also one without a length: programs write `reference or model`
 
     def _as_root(self, what: str) -> Root:
-        """Return the units under this one, for the call `what`. Refuses inner units, and calls in a forward or
-        backward.
-        """
+        """Return the units under this one, for the call `what`. Refuses inner units, and calls within a step."""
         unit = self._unit
         if unit.root is not None and not unit.is_root:
             raise EngineError(
                 f"{what} was called on the inner unit {unit.name}: call it on the root (outermost) "
                 "FullyShardedDataParallel"
             )
-        root = unit.root or become_root(unit)
+        root = unit.root or build.become_root(unit)
         root.recover()
         busy = [unit for unit in root.units if not unit.is_idle]
         if busy:
@@ -512,23 +519,13 @@ class FullyShardedDataParallel(RefusesOtherWrappers, StateDictMethods):
                 f"auto_wrap_policy was given for a {type(module).__name__} that already contains "
                 "FullyShardedDataParallel modules: wrap either by hand or by policy"
             )
-        chosen = choose_units(module, policy, options.ignored)
-        check_ties(module, chosen, options.ignored)
-        arguments = {"process_group": mesh, **options.arguments()}
+        chosen = arguments.choose_units(module, policy, options.ignored)
+        arguments.check_ties(module, chosen, options.ignored)
+        given = {"process_group": mesh, **options.arguments()}
         for child, own_arguments in chosen.items():
-            wrapped = FullyShardedDataParallel(child, **{**arguments, **own_arguments})
+            wrapped = FullyShardedDataParallel(child, **{**given, **own_arguments})
             # A module may be registered in several places: each of them gets the one wrapper.
             for parent in list(module.modules()):
                 for name, registered in parent._modules.items():
                     if registered is child and parent is not wrapped:
                         parent._modules[name] = wrapped
-
-
-def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
-    """``Module.apply``, but units inside of a summoned one summon their own parameters."""
-    if isinstance(module, FullyShardedDataParallel):
-        module.apply(fn)
-        return
-    for child in module.children():
-        _apply_below(child, fn)
-    fn(module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, Mix
 
 from hpcfsdp import _compat, accelerator
 from hpcfsdp.units.flat_unit import unit_of, units_in
-from hpcfsdp.units.options import NOTHING_IGNORED, Ignored
-from hpcfsdp.units.own import unit_fqn
+from hpcfsdp.units.materialize import reached
+from hpcfsdp.units.mixed_precision import modules_outside
+from hpcfsdp.units.own import NOTHING_IGNORED, Ignored, unit_fqn
 from hpcfsdp.units.unit_mesh import UnitMesh
 from hpcfsdp.world import current_world
 
@@ -30,16 +31,6 @@ def check_module(module: Any) -> None:
             raise ValueError(
                 f"{what} is already sharded with torch's fully_shard: shard a model with either fully_shard or hpcfsdp"
             )
-
-
-def warn_of_container(module: nn.Module) -> None:
-    """Warn about a container without a forward that owns parameters of a unit."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        warnings.warn(
-            f"a {type(module).__name__} has no forward in which its parameters could be gathered: wrap the modules in "
-            "it, or the module that calls them",
-            stacklevel=3,
-        )
 
 
 def check_types(cpu_offload: Any, mixed_precision: Any, backward_prefetch: Any) -> None:
@@ -60,15 +51,14 @@ def check_types(cpu_offload: Any, mixed_precision: Any, backward_prefetch: Any) 
 def check_readers(module: nn.Module) -> None:
     """Refuse units inside of modules that read their children's parameters without calling the children."""
     for name, reader in module.named_modules():
-        if isinstance(reader, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
-            inside = [child for child, m in reader.named_modules() if unit_of(m) is not None]
-            if inside:
-                kind, where = type(reader).__name__, f" {name!r}" if name else ""
-                raise ValueError(
-                    f"{inside[0]!r} is a unit inside of the {kind}{where}, which reads its children's parameters "
-                    f"without calling the children, and would read NaN: wrap the whole {kind}, for example with "
-                    "ModuleWrapPolicy"
-                )
+        reads = isinstance(reader, (nn.MultiheadAttention, nn.TransformerEncoderLayer))
+        inside = [child for child, m in reader.named_modules() if unit_of(m) is not None] if reads else []
+        if inside:
+            kind, where = type(reader).__name__, f" {name!r}" if name else ""
+            raise ValueError(
+                f"{inside[0]!r} is a unit inside of the {kind}{where}, which reads its children's parameters without "
+                f"calling the children, and would read NaN: wrap the whole {kind}, for example with ModuleWrapPolicy"
+            )
 
 
 def target_device(mesh: UnitMesh, device_id: int | torch.device | None) -> torch.device | None:
@@ -92,25 +82,14 @@ def resolve_ignored(
     """Return what the wrapper of `root` ignores. The lists may contain modules and parameters outside of `root`.
 
     `root` also ignores what units within `root` ignore, wherever it is tied. Units inside of an ignored module stay
-    units.
-
-    Args:
-        ignored_states: instead of `ignored_modules`: modules, or parameters, or the ``Ignored`` of an outer wrapper.
-
-    Raises:
-        TypeError: an entry is no module (or parameter), or the argument is not iterable.
-        ValueError: both arguments are given, modules and parameters are mixed, or an entry is a unit.
-
-    Warns:
-        UserWarning: `root` itself is ignored, or an entry is sharded by a unit inside already, and stays so.
+    units. `ignored_states` may be the ``Ignored`` of an outer wrapper.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("ignored_modules and ignored_states were both given: pass ignored_states alone")
-    others = [unit.options.ignored for unit in units_in(root)]
+    others = [replicated_in(root), *(unit.options.ignored for unit in units_in(root))]
     if isinstance(ignored_states, Ignored):
         others.append(ignored_states)
         ignored_states = None
-    others.append(replicated_in(root))
     modules, params = _entries("ignored_modules", ignored_modules, (nn.Module,)), []
     for entry in _entries("ignored_states", ignored_states, (nn.Parameter, nn.Module)):
         (modules if isinstance(entry, nn.Module) else params).append(entry)
@@ -119,39 +98,36 @@ def resolve_ignored(
             f"ignored_states holds {len(modules)} module(s) and {len(params)} parameter(s): give either modules or "
             "parameters"
         )
-    before = Ignored(
-        frozenset().union(*(other.modules for other in others)),
-        frozenset().union(*(other.params for other in others)),
-        frozenset().union(*(other.buffers for other in others)),
-    )
+    before = _union(others)
     modules, params = _not_sharded(root, modules, params, before)
-    inside = dict.fromkeys(found for module in modules for found in _below(module))
-    if root in inside:
+    given = _with_tensors(modules, params)
+    if root in given.modules:
         warnings.warn(
             f"the {type(root).__name__} to be wrapped is among the ignored modules itself: none of it is sharded",
             stacklevel=3,
         )
-    return Ignored(
-        before.modules.union(inside),
-        before.params.union(params, _own(inside, "_parameters")),
-        before.buffers.union(_own(inside, "_buffers")),
-    )
+    return _union([before, given])
 
 
 def replicated_in(root: nn.Module, params: Iterable[nn.Parameter] = ()) -> Ignored:
     """Return what is left alone: `params`, and modules in `root` under torch's ``replicate``, which reduces itself."""
-    outermost = [module for module in root.modules() if _compat.is_replicated(module)]
-    modules = dict.fromkeys(found for module in outermost for found in _below(module))
-    return Ignored(
-        frozenset(modules), frozenset([*params, *_own(modules, "_parameters")]), frozenset(_own(modules, "_buffers"))
-    )
+    return _with_tensors((module for module in root.modules() if _compat.is_replicated(module)), params)
+
+
+def _union(parts: Iterable[Ignored]) -> Ignored:
+    return Ignored(*(frozenset().union(*kind) for kind in zip(*(vars(part).values() for part in parts), strict=True)))
+
+
+def _with_tensors(roots: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> Ignored:
+    """Return `params`, and all modules from `roots` down to units, with their parameters and buffers."""
+    modules = frozenset(found for root in roots for found in modules_outside(root))
+    own = ([each for module in modules for each in vars(module)[kind].values()] for kind in ("_parameters", "_buffers"))
+    kept, buffers = (frozenset(each for each in tensors if each is not None) for tensors in own)
+    return Ignored(modules, kept.union(params), buffers)
 
 
 def _not_sharded(
-    root: nn.Module,
-    modules: list[nn.Module],
-    params: list[nn.Parameter],
-    before: Ignored,
+    root: nn.Module, modules: list[nn.Module], params: list[nn.Parameter], before: Ignored
 ) -> tuple[list[nn.Module], list[nn.Parameter]]:
     """Return the entries without those that units within `root` have sharded; these stay so, as in torch's FSDP."""
     for module in modules:
@@ -193,22 +169,8 @@ def _entries(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
     return entries
 
 
-def _below(module: nn.Module) -> Iterator[nn.Module]:
-    yield module
-    for child in module.children():
-        if unit_of(child) is None:
-            yield from _below(child)
-
-
-def _own(modules: Iterable[nn.Module], registry: str) -> list[Any]:
-    return [tensor for module in modules for tensor in getattr(module, registry).values() if tensor is not None]
-
-
-Policy = Callable[..., Any]
-
-
 def choose_units(root: nn.Module, policy: Any, ignored: Ignored = NOTHING_IGNORED) -> dict[nn.Module, dict[str, Any]]:
-    """Return the submodules of `root` (never `root` itself) that the policy chooses, inner ones before outer ones.
+    """Return the submodules of `root` (never `root` itself) that the policy chooses, with their arguments, inner first.
 
     Args:
         policy: one of torch's policy objects (``ModuleWrapPolicy``, ``CustomPolicy``), or a function
@@ -216,14 +178,11 @@ def choose_units(root: nn.Module, policy: Any, ignored: Ignored = NOTHING_IGNORE
             ``recurse=True`` to decide whether to enter a module, then with ``recurse=False`` to decide whether to wrap
             it. ``nonwrapped_numel`` counts the elements below it that are in no unit.
         ignored: modules that are never wrapped, and parameters that are not counted.
-
-    Returns:
-        Each module with the constructor arguments that the policy gives it.
     """
     wanted = _compat.run_wrap_policy(policy, root, set(ignored.modules))
     if wanted is not None:
-        order = [module for module in _post_order(root) if module in wanted and _has_parameters(module, ignored)]
-        return {module: wanted[module] for module in order if module is not root}
+        order = [module for _, module in reached(root, NOTHING_IGNORED) if module is not root]
+        return {module: wanted[module] for module in order if module in wanted and _has_parameters(module, ignored)}
     if not callable(policy):
         raise TypeError(f"auto_wrap_policy must be a function or one of torch's wrap policies, not {policy!r}")
     chosen: dict[nn.Module, dict[str, Any]] = {}
@@ -275,16 +234,3 @@ def check_ties(root: nn.Module, units: dict[nn.Module, dict[str, Any]], ignored:
 
 def _has_parameters(module: nn.Module, ignored: Ignored) -> bool:
     return any(param not in ignored.params for param in module.parameters())
-
-
-def _post_order(root: nn.Module) -> list[nn.Module]:
-    found: dict[nn.Module, None] = {}
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            if child not in found:
-                visit(child)
-        found[module] = None
-
-    visit(root)
-    return list(found)

@@ -20,7 +20,6 @@ from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
 from hpcfsdp.hang import calls
 from hpcfsdp.params.flat_param import FlatParam
-from hpcfsdp.params.granularity import Granularity, GranularityOf
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.params.module_states import sync_params_and_buffers
 from hpcfsdp.params.sharded_params import Dtypes
@@ -28,8 +27,7 @@ from hpcfsdp.units.flat_unit import FlatUnit, ModelUnit, clean_path, flat_param_
 from hpcfsdp.units.groups import check_apart
 from hpcfsdp.units.mixed_precision import cast_buffers
 from hpcfsdp.units.optimizer_check import watch_root
-from hpcfsdp.units.options import UnitOptions
-from hpcfsdp.units.own import OwnParam, OwnParams
+from hpcfsdp.units.own import OwnParams, UnitOptions, label, parts_of
 from hpcfsdp.units.same_model import check_same_model, warn_of_values
 from hpcfsdp.units.unit_mesh import GroupCache, UnitMesh, rank_names
 
@@ -39,34 +37,18 @@ parameter, and small ones stay in the cache between write and read. Other transp
 _WARNED = "the user has been warned"
 
 
-def _sync_values(own: OwnParams, mesh: UnitMesh) -> None:
-    """Broadcast the values of the first rank. Collective over the unit's ranks."""
-    for dim, comm in mesh.along.items():
-        if comm.size > 1:
-            sync_params_and_buffers(comm, own.params_alike + own.buffers_alike if dim == "tensor" else own.tensors)
-
-
 def make_unit(
-    wrapper: nn.Module,
-    module: nn.Module,
-    *,
-    mesh: UnitMesh,
-    own: OwnParams,
-    made: Collection[str],
-    options: UnitOptions,
+    wrapper: nn.Module, module: nn.Module, mesh: UnitMesh, own: OwnParams, made: Collection[str], options: UnitOptions
 ) -> FlatUnit:
-    """Make the unit of a module. Collective over the unit's ranks.
-
-    Args:
-        wrapper: the module around `module`.
-        own: the parameters and buffers below `module`.
-        made: names of parameters and buffers that were initialised here, on this rank alone.
-    """
-    if options.sync_module_states:
-        _sync_values(own, mesh)
+    """Make the unit of `module`. Collective over its ranks. `made`: names of what this rank alone has initialised."""
+    for dim, comm in mesh.along.items() if options.sync_module_states else ():
+        if comm.size > 1:
+            params, buffers = own.alike(dim == "tensor")
+            sync_params_and_buffers(comm, [*(entry.param for entry in params), *buffers.values()])
     granularity, mixed = options.granularity, options.mixed_precision
+    granularity_of = granularity if callable(granularity) else lambda _fqn, _shape: granularity
     if shares_memory(mesh) and granularity == 1:  # of large blocks, few would fit well into small flat parameters
-        own.split(CHUNK_NUMEL)
+        own.groups = [part for group in own.groups for part in parts_of(group, CHUNK_NUMEL)]
     dtypes = [
         dtypes_for(mixed, group[0].param.dtype, isinstance(group[0].places[0][0], options.full_precision))
         for group in own.groups
@@ -78,7 +60,9 @@ def make_unit(
             mesh.shard.size,
             {p.fqn: p.block for p in group if p.block is not None},
             itemsize=of_group.itemsize,
-            granularity=None if granularity == 1 else {p.fqn: _granularity_of(p, granularity) for p in group},
+            granularity=None
+            if granularity == 1
+            else {p.fqn: granularity_of(p.fqn, torch.Size(p.shape)) for p in group},
         )
         for group, of_group in zip(own.groups, dtypes, strict=True)
     ]
@@ -88,7 +72,7 @@ def make_unit(
     for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
         for entry in group:
             entry.replace_dtensor()
-            entry.label()  # while it has its shape
+            label(entry.param, entry.fqn, entry.shape)  # while it has its shape
         flat = FlatParam(
             [entry.param for entry in group],
             layout,
@@ -108,26 +92,20 @@ def make_unit(
         sharded_params.append(flat)
     name = type(module).__name__
     for entry in own.entries:
+        too_late = (
+            f"parallelize_module was called with {entry.fqn!r} of the unit {name}, which is already sharded: call "
+            "parallelize_module first, and wrap its result"
+        )
         for place, _ in entry.places:
-            _compat.refuse_parallelizing(place, functools.partial(_too_late, name, entry.fqn))
+            _compat.refuse_parallelizing(place, functools.partial(EngineError, too_late))
     unit = FlatUnit(wrapper, name, sharded_params, mesh=mesh, own=own, options=options, flat_owner=module)
-    unit.labels = [(comm, label) for comm, (label, _) in agreed.items()]
+    unit.labels = [(comm, made_as) for comm, (made_as, _) in agreed.items()]
     unit.differing = next((differing for _, differing in agreed.values() if differing is not None), None)
     return unit
 
 
-def _granularity_of(entry: OwnParam, granularity: Granularity | GranularityOf) -> Granularity:
-    shape = tuple(entry.param.shape) if entry.block is None else entry.block.shape
-    return granularity(entry.fqn, torch.Size(shape)) if callable(granularity) else granularity
-
-
 def join_tp_group(unit: FlatUnit, tensor_mesh: DeviceMesh, *, sync_module_states: bool) -> None:
-    """Add the latter to a unit without DTensors. Collective over the ranks of the unit and of `tensor_mesh`.
-
-    Args:
-        tensor_mesh: the tensor-parallel ranks.
-        sync_module_states: give them all the values of the first.
-    """
+    """Add tensor-parallel ranks to a unit without DTensors, maybe with the first one's values. Collective over both."""
     mesh, sharded_params = unit.mesh.with_tensor(tensor_mesh), unit.sharded_params
     sharing = mesh.ranks("replicate", "shard")
     with raise_together_over(mesh.subgroups()):
@@ -137,7 +115,7 @@ def join_tp_group(unit: FlatUnit, tensor_mesh: DeviceMesh, *, sync_module_states
         check_same_model(mesh.tensor, [flat.layout for flat in sharded_params], trained, mesh.ranks("tensor"))
     if sync_module_states:
         shards = [flat.parameter.data.clone() for flat in sharded_params]  # shared memory cannot receive
-        sync_params_and_buffers(mesh.tensor, [*shards, *unit.own.buffers_alike])
+        sync_params_and_buffers(mesh.tensor, [*shards, *unit.own.alike()[1].values()])
         for flat, shard in zip(sharded_params, shards, strict=True):
             flat.parameter.data.copy_(shard)
     unit.mesh = mesh
@@ -156,11 +134,7 @@ def warn_of_units(root: nn.Module, stacklevel: int) -> None:
 
 
 def _compare(
-    module: nn.Module,
-    own: OwnParams,
-    layouts: Sequence[FlatLayout],
-    mesh: UnitMesh,
-    made: Collection[str] | None,
+    module: nn.Module, own: OwnParams, layouts: Sequence[FlatLayout], mesh: UnitMesh, made: Collection[str] | None
 ) -> dict[Communicator, tuple[str, str | None]]:
     """Refuse different parameters, and units inside that ranks made otherwise. Collective over the unit's ranks."""
     trained = [group[0].param.requires_grad for group in own.groups]
@@ -173,7 +147,10 @@ def _compare(
         # Shards may be drawn by different ranks; replicas of a shard must be the same.
         are_parts = not is_tensor and (mesh.size("replicate") == 1 or comm is mesh.shard)
         excluded = frozenset(made) if made is not None and are_parts else frozenset()
-        values = None if made is None else own.named_values(excluded, alike_only=is_tensor)
+        params, buffers = own.alike(is_tensor)
+        held = [("parameter", e.fqn, e.param) for e in sorted(params, key=lambda e: e.index)]
+        held += [("buffer", fqn, buffer) for fqn, buffer in buffers.items()]
+        values = {f"{kind} {fqn!r}": tensor for kind, fqn, tensor in held if fqn not in excluded}
         with raise_together_over(other for other in comms if other is not comm):
             agreed[comm] = check_same_model(
                 comm,
@@ -181,7 +158,7 @@ def _compare(
                 trained,
                 rank_names(comm),
                 counted_fqns=counted,
-                values=values,
+                values=None if made is None else values,
                 inside=made_inside(module, comm),
             )
     return agreed
@@ -202,28 +179,13 @@ def comm_for_reductions(mesh: UnitMesh, dtypes: Sequence[Dtypes]) -> Communicato
 
 def dtypes_for(mixed: MixedPrecision, kept: torch.dtype, full_precision: bool = False) -> Dtypes:
     """Return the dtypes of parameters that have the dtype `kept`, in a unit, or in modules in full precision."""
-    if full_precision:
-        return Dtypes.plan(kept)
-    return Dtypes.plan(
-        kept,
-        param=mixed.param_dtype,
-        reduce=mixed.reduce_dtype,
-        keep_low_precision_grads=mixed.keep_low_precision_grads,
-    )
-
-
-def _too_late(unit: str, fqn: str) -> EngineError:
-    return EngineError(
-        f"parallelize_module was called with {fqn!r} of the unit {unit}, which is already sharded: call "
-        "parallelize_module first, and wrap its result"
-    )
+    mixed = MixedPrecision() if full_precision else mixed
+    low_grads = mixed.keep_low_precision_grads
+    return Dtypes.plan(kept, param=mixed.param_dtype, reduce=mixed.reduce_dtype, keep_low_precision_grads=low_grads)
 
 
 class Forward:
-    """A forward of a unit, of which messages speak as such. Torch.compile may compile the module, not the engine.
-
-    As a context manager it gives the compiler to run the module with.
-    """
+    """A context in which messages speak of a unit's forward. It gives the compiler that is for the module alone."""
 
     @_compat.run_as_written
     def __init__(self, unit: ModelUnit) -> None:
@@ -250,18 +212,20 @@ _numbers = itertools.count(1)
 @torch.inference_mode(False)  # the first call may be in inference mode, and training follows
 @torch.no_grad()
 def become_root(unit: ModelUnit) -> Root:
-    """Make a unit the root of the units inside. Collective over the unit's ranks.
-
-    Raises:
-        EngineError: the model has fewer elements than ranks.
-    """
+    """Make a unit the root of the units inside. Collective over the unit's ranks."""
     units = list(unit.inner_units())
     for each in units:
-        each.prepare()
-        each.check_ready()
+        each.get_ready()
     unit.confirm()
     if isinstance(unit, FlatUnit):
-        _check_size(units, unit.mesh.shard.size)
+        # The largest block counts: all ranks find the same number.
+        slots = [slot for each in units for flat in each.sharded_params for slot in flat.layout.slots]
+        numel = sum(slot.numel if slot.block is None else slot.block.largest_numel for slot in slots)
+        if 0 < numel < unit.mesh.shard.size:
+            raise EngineError(
+                f"the model has {numel} parameter element(s) for {unit.mesh.shard.size} ranks: some ranks would hold "
+                "none of it; start fewer ranks or use a larger model"
+            )
     names = {module: name for name, module in unit.wrapper.named_modules()}
     cast: dict[torch.Tensor, torch.Tensor] = {}
     # A module in several units has its buffers cast once, and a unit may have been a root before.
@@ -285,14 +249,3 @@ def become_root(unit: ModelUnit) -> Root:
         each.root = root
         each.buffer_dtypes = dtypes
     return root
-
-
-def _check_size(units: Sequence[ModelUnit], ranks: int) -> None:
-    # The largest block counts: all ranks find the same number.
-    slots = [slot for each in units for flat in each.sharded_params for slot in flat.layout.slots]
-    numel = sum(slot.numel if slot.block is None else slot.block.largest_numel for slot in slots)
-    if 0 < numel < ranks:
-        raise EngineError(
-            f"the model has {numel} parameter element(s) for {ranks} ranks: some ranks would hold none of it; start "
-            "fewer ranks or use a larger model"
-        )

@@ -6,29 +6,22 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.gradient import is_changed, is_noted, note_unchanged
+from hpcfsdp.reshard.sharded_tensors import full_tensor
 from hpcfsdp.units.flat_unit import FlatUnit, units_in
-from hpcfsdp.units.tensor_parallel import replicated_grad
-
-_DOUBLE = (torch.float64, torch.complex128)
+from hpcfsdp.units.unit_mesh import UnitMesh
 
 
 def clip_model_grads(root: FlatUnit, max_norm: float, norm_type: float) -> torch.Tensor:
-    """Clip the gradients of its whole model, see ``clip_grad_norm``. Collective over the ranks of the root unit.
-
-    Parameters that are ignored count once, as if they were the same on all ranks.
-
-    Raises:
-        EngineError: a unit is sharded over more ranks than the root.
-    """
+    """Clip the gradients of its whole model. Collective over the root unit's ranks. Ignored parameters count once."""
     num_ranks, num_blocks = root.mesh.size("replicate", "shard"), root.mesh.size("tensor")
     shares: dict[int, list[torch.Tensor]] = {}
     params: dict[nn.Parameter, None] = {}
@@ -48,12 +41,26 @@ def clip_model_grads(root: FlatUnit, max_norm: float, norm_type: float) -> torch
         if param not in managed:
             params[param] = None
             if param.grad is not None:
-                copies, grad = replicated_grad(param, root.mesh)
+                copies, grad = _replicated_grad(param, root.mesh)
                 shares.setdefault(num_ranks * copies, []).append(grad)
     norm = clip_grad_norm(list(params), shares.items(), root.mesh.subgroups(), max_norm, norm_type)
     for param in params:
         note_unchanged(param.grad)
     return norm
+
+
+def _replicated_grad(param: nn.Parameter, unit_mesh: UnitMesh) -> tuple[int, torch.Tensor]:
+    """Return how many tensor-parallel ranks have the same gradient of a parameter outside of units, and the gradient.
+
+    Of a ``DTensor`` on the unit's mesh it is this rank's block, of others whole, collectively over their mesh.
+    """
+    num_blocks = unit_mesh.size("tensor")
+    if not isinstance(param, DTensor) or param.device_mesh != unit_mesh.tensor_mesh:
+        return num_blocks, full_tensor(param.grad)
+    if param.grad.placements != param.placements:
+        param.grad = param.grad.redistribute(placements=param.placements)
+    cut = [size for size, where in zip(param.device_mesh.mesh.shape, param.placements, strict=True) if where.is_shard()]
+    return num_blocks // math.prod(cut), _compat.local_of(param.grad)
 
 
 @torch.no_grad()
@@ -76,15 +83,13 @@ def clip_grad_norm(
 
     Returns:
         The norm before clipping, a float32 scalar (float64 if a gradient is, or complex128), the same on every rank.
-
-    Raises:
-        ValueError: `norm_type` is negative or NaN.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
     if not norm_type >= 0:
         raise ValueError(f"norm_type must be 0, positive or inf, not {norm_type}")
     # From the parameters, which are the same on all ranks; a gradient may be missing on some.
-    dtype = torch.float64 if any(param.dtype in _DOUBLE for param in params) else torch.float32
+    is_double = any(param.dtype in (torch.float64, torch.complex128) for param in params)
+    dtype = torch.float64 if is_double else torch.float32
     device = params[0].device if params else torch.device("cpu")
     is_max = math.isinf(norm_type)
     parts = [
@@ -129,46 +134,30 @@ def of_one_kind(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     return groups.values()
 
 
-_ENOUGH = 3
-"""Consecutive steps with gradients of one norm."""
-_AT_MOST = 50
-"""Steps that are examined: a norm costs a pass over the gradients."""
-_SAME = 1e-4
-"""Relative tolerance; two norms are this close by chance once in 10,000 steps."""
+_ENOUGH = 3  # consecutive steps with gradients of one norm
+_AT_MOST = 50  # steps that are examined: a norm costs a pass over the gradients
+_SAME = 1e-4  # relative tolerance; two norms are this close by chance once in 10,000 steps
 
-
-@dataclass
-class _Seen:
-    """The gradients of an optimizer's last step, and how many steps were alike or examined."""
-
-    norm: float = 0.0
-    direction: float = 0.0
-    in_a_row: int = 0
-    looked_at: int = 0
-
-
-_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[float, float, int, int]] = weakref.WeakKeyDictionary()
+"""By optimizer, norm and direction of the last step's gradients, and how many steps were alike, and examined."""
 
 
 @torch.no_grad()
 def look_for_local_clipping(optimizer: torch.optim.Optimizer) -> None:
     """Not collective, before a step. Warn once if this rank alone has clipped the gradients."""
-    seen = _seen.get(optimizer)
-    if seen is not None and seen.looked_at >= _AT_MOST:
+    last_norm, last_direction, in_a_row, examined = _seen.get(optimizer, (0.0, 0.0, 0, 0))
+    if examined >= _AT_MOST:
         return
     grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
     shard = next((grad for grad in grads if is_noted(grad)), None)
     if shard is None or not is_changed(shard):
         return
-    seen = _seen.setdefault(optimizer, _Seen())
-    seen.looked_at += 1
     norm, total = _norm_and_sum(grads)
     direction = total / norm if norm else 0.0
-    alike = norm > 0 and abs(norm - seen.norm) <= _SAME * norm and abs(direction - seen.direction) > _SAME
-    seen.in_a_row = seen.in_a_row + 1 if alike else 1
-    seen.norm, seen.direction = norm, direction
-    if seen.in_a_row >= _ENOUGH:
-        seen.looked_at = _AT_MOST
+    alike = norm > 0 and abs(norm - last_norm) <= _SAME * norm and abs(direction - last_direction) > _SAME
+    in_a_row = in_a_row + 1 if alike else 1
+    _seen[optimizer] = norm, direction, in_a_row, _AT_MOST if in_a_row >= _ENOUGH else examined + 1
+    if in_a_row >= _ENOUGH:
         warnings.warn(
             f"the gradients of this rank's shards had the norm {norm:.4g} in each of {_ENOUGH} steps, as after "
             "torch.nn.utils.clip_grad_norm_. That function sees only this rank's shards and scales each rank "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,34 +25,24 @@ from hpcfsdp.params.sharded_params import Dtypes
 from hpcfsdp.params.storage import nothing_of
 from hpcfsdp.reshard.dtensor_ops import complete_operations_on
 from hpcfsdp.units.build import CHUNK_NUMEL, comm_for_reductions, dtypes_for, shares_memory
-from hpcfsdp.units.flat_unit import ModelUnit
+from hpcfsdp.units.flat_unit import ModelUnit, TensorView
 from hpcfsdp.units.guard import UnitHooks
 from hpcfsdp.units.materialize import MetaTensor, refuse_uninitialised
-from hpcfsdp.units.options import UnitOptions
-from hpcfsdp.units.own import UNIT, OwnParam, label, label_replaced, parts_of, retire
+from hpcfsdp.units.own import UNIT, OwnParam, UnitOptions, label, label_replaced, parts_of, retire
 from hpcfsdp.units.same_model import check_same_model
-from hpcfsdp.units.tensor_parallel import TensorView
 from hpcfsdp.units.unit_mesh import UnitMesh, rank_names
 
 
 @dataclass(eq=False)
 class OwnDTensor:
-    """A parameter that a ``DTensorUnit`` owns.
-
-    Attributes:
-        fqn: its name in the unit; `aliases` are others.
-        shape: of the block if there is one.
-        dim: along which it is cut.
-        mesh: its ranks, those of the unit or others.
-        param: this rank's rows.
-    """
+    """A parameter that a ``DTensorUnit`` owns."""
 
     fqn: str
     aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    dim: int
+    shape: tuple[int, ...]  # of the block if there is one
+    dim: int  # along which it is cut
     block: TensorBlock | None
-    mesh: UnitMesh
+    mesh: UnitMesh  # its ranks, those of the unit or others
     param: DTensorParam
 
     @property
@@ -61,42 +52,26 @@ class OwnDTensor:
 
 
 class DTensorUnit(ModelUnit):
-    """The unit of one or several modules.
+    """The unit of modules whose parameters are ``DTensor``s between steps, in memory of the engine.
 
-    Between steps their parameters are ``DTensor``s, whose memory is that of the engine. They may be moved, cast and
-    replaced: ``prepare`` makes new memory then, and moves the rows there.
-
-    Attributes:
-        own: its parameters.
-        device: of the computation.
-        output_dtype: floating-point outputs are cast to it; None to leave them.
-        gather: the user's function to gather shards; None for that of the communicator.
-        separate_reductions: whether gradients are reduced by a communicator of their own on a device.
-        is_stale: whether the memory has to be made anew.
-        uninitialised: parameters and buffers that were on the meta device, and perhaps have no value yet.
+    They may be moved, cast and replaced: ``prepare`` makes new memory then, and moves the rows there.
     """
 
-    output_dtype: torch.dtype | None = None
-    gather: Gather | None = None
-    separate_reductions = True
+    output_dtype: torch.dtype | None = None  # floating-point outputs are cast to it; None to leave them
+    gather: Gather | None = None  # the user's function to gather shards; None for that of the communicator
+    separate_reductions = True  # whether gradients are reduced by a communicator of their own on a device
 
     def __init__(
-        self,
-        name: str,
-        modules: Sequence[nn.Module],
-        own: Sequence[OwnDTensor],
-        *,
-        mesh: UnitMesh,
-        options: UnitOptions,
+        self, name: str, modules: Sequence[nn.Module], own: Sequence[OwnDTensor], mesh: UnitMesh, options: UnitOptions
     ) -> None:
-        super().__init__(name, (), (), holder=modules[0], mesh=mesh, options=options)
+        super().__init__(name, (), modules[0], mesh, options)
         assert options.device is not None
         self.own = tuple(own)
         self.device = options.device
-        places = [(each, *each.param.places[0]) for each in self.own]
-        self._registered = [(module._parameters, name, each) for each, module, name in places]
-        self.is_stale = True
-        self.uninitialised: list[MetaTensor] = []
+        first = [(each, *each.param.places[0]) for each in self.own]
+        self._registered = [(module._parameters, name, each) for each, module, name in first]
+        self.is_stale = True  # the memory has to be made anew
+        self.uninitialised: list[MetaTensor] = []  # was on the meta device, and perhaps has no value yet
         self._modules = [weakref.ref(module) for module in modules]
         self._called: set[nn.Module] = set()  # in this forward
         self._current = modules[0]
@@ -107,12 +82,7 @@ class DTensorUnit(ModelUnit):
         self.guard([_compat.hooks_before_forward(each) for each in stock], _DTensorUnitHooks(self).before_forward)
 
     @property
-    def module(self) -> nn.Module:
-        return self.wrapper
-
-    @property
     def modules(self) -> list[nn.Module]:
-        """All of them."""
         return [module for ref in self._modules if (module := ref()) is not None]
 
     def _holders(self) -> Iterable[nn.Module]:
@@ -125,8 +95,8 @@ class DTensorUnit(ModelUnit):
         for module in self.modules:
             module.register_load_state_dict_post_hook(hooks.after_loading)
         for module in dict.fromkeys([*self.modules, *self._holders()]):
-            module.register_state_dict_pre_hook(hooks.before_saving)
-            module.register_load_state_dict_pre_hook(hooks.before_loading)
+            module.register_state_dict_pre_hook(functools.partial(hooks.reshard, meet=False))
+            module.register_load_state_dict_pre_hook(functools.partial(hooks.reshard, meet=True))
 
     def label_params(self) -> None:
         """Not collective. Label its parameters as owned by a unit. Moving them to a device takes the labels off."""
@@ -145,17 +115,14 @@ class DTensorUnit(ModelUnit):
         for registry, name, each in self._registered if not self.unsharded_params.is_bound else ():
             if registry.get(name) is each.param.sharded:  # in each call: the rest is rare
                 continue
-            replaced = each.param.adopt_assigned(each.fqn)
-            if replaced is not None:
+            if (replaced := each.param.adopt_assigned(each.fqn)) is not None:
                 label(each.param.sharded, each.fqn, tuple(replaced.shape))
                 label_replaced(replaced)
         return not self.is_stale and all(flat.fits() for flat in self.sharded_params)
 
     def refresh(self) -> None:
-        """``prepare`` it, unless a parameter has no memory yet. Collective over the unit's ranks, unless it ``fits``.
-
-        A program may keep a state dict: it stays that of the model as long as the rows stay where they are.
-        """
+        """``prepare`` it, unless a parameter has no memory yet. Collective over its ranks, unless it ``fits``."""
+        # A program may keep a state dict: it stays that of the model as long as the rows stay where they are.
         if not self.fits() and not any(each.param.local.is_meta for each in self.own):
             self.prepare()
 
@@ -164,20 +131,16 @@ class DTensorUnit(ModelUnit):
         self.is_stale = True
         self.refresh()
 
-    def check_ready(self) -> None:
-        """Refuse parameters without values. Collective over the unit's ranks, the first time after the meta device."""
+    def get_ready(self) -> None:
+        """``prepare`` it. Refuse parameters without values, the first time after the meta device."""
+        self.prepare()
         if self.uninitialised:
             with raise_together_over(self.mesh.subgroups()):
                 refuse_uninitialised(self.uninitialised)
             self.uninitialised = []
 
     def prepare(self) -> None:
-        """Make the memory of the rows. Collective over the unit's ranks, unless it ``fits``.
-
-        Raises:
-            EngineError: a parameter is on the meta device.
-            DisagreementError: ranks have different parameters.
-        """
+        """Make the memory of the rows. Collective over the unit's ranks, unless it ``fits``."""
         if self.root is not None:
             self.root.reshard([self], meet=False)  # its streams may not be those of the next root
             self.root = None
@@ -208,7 +171,11 @@ class DTensorUnit(ModelUnit):
                 )
             )
         self.hold(sharded_params)
-        self.views = tuple(self._tensor_views(sharded_params))
+        self.views = tuple(
+            TensorView(each.param.leaf, each.block, each.mesh.tensor_mesh, list(each.param.places), is_registered=True)
+            for each in self.own
+            if each.block is not None
+        )
         self.is_stale = False
 
     def _refuse_meta(self) -> None:
@@ -222,11 +189,8 @@ class DTensorUnit(ModelUnit):
             )
 
     def _groups(self) -> Iterator[tuple[UnitMesh, list[OwnDTensor], Dtypes]]:
-        """Parameters that are gathered together: of the same ranks, dtype, device and ``requires_grad``.
-
-        Where ranks share memory, those that are cut along another dimension than the first are apart: their rows need
-        memory of their own, as they are not contiguous in the whole parameter.
-        """
+        """Yield what is gathered together: parameters of the same ranks, dtype, device and ``requires_grad``."""
+        # Rows along another dimension than the first are not contiguous in shared memory: they need some of their own.
         found: dict[tuple[object, ...], list[OwnDTensor]] = {}
         for each in self.own:
             local, apart = each.param.local, each.dim > 0 and shares_memory(each.mesh)
@@ -238,18 +202,6 @@ class DTensorUnit(ModelUnit):
             # Small gradient buffers stay in the cache; other transports need large messages.
             most = CHUNK_NUMEL if shares_memory(mesh) and self.reduce_options.hook is None else None
             yield from ((mesh, part, dtypes) for part in parts_of(group, most))
-
-    def _tensor_views(self, sharded_params: Sequence[DTensorParams]) -> Iterator[TensorView]:
-        leaves = {
-            param: leaf
-            for flat in sharded_params
-            for param, leaf in zip(map(id, flat.params), flat.leaves, strict=True)
-        }
-        for each in self.own:
-            if each.block is not None:
-                leaf, mesh = leaves[id(each.param)], each.mesh.tensor_mesh
-                assert mesh is not None
-                yield TensorView(leaf, each.block, mesh, list(each.param.places), is_registered=True)
 
     # Several modules in one unit
 
@@ -269,8 +221,7 @@ class DTensorUnit(ModelUnit):
 
     sharded_params: tuple[DTensorParams, ...]
 
-    def lend(self, *, stays: bool) -> None:
-        del stays
+    def lend(self, **_stays: bool) -> None:
         self.show()
         for flat in self.sharded_params:
             flat.lend()
@@ -304,8 +255,6 @@ class DTensorUnit(ModelUnit):
 class _DTensorUnitHooks(UnitHooks):
     """Hooks of modules that hold rows: for state dicts, and against calls of these modules alone."""
 
-    _unit: Callable[[], DTensorUnit | None]
-
     def before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Refuse a call from outside of the unit, where torch would refuse to compute with plain and DTensors."""
         unit = self._unit()
@@ -318,13 +267,7 @@ class _DTensorUnitHooks(UnitHooks):
                 "the inner module first, as a unit of its own, or call it between unshard() and reshard() of the unit"
             )
 
-    def before_saving(self, *_arguments: Any) -> None:
-        self._reshard(meet=False)
-
-    def before_loading(self, *_arguments: Any) -> None:
-        self._reshard(meet=True)
-
-    def _reshard(self, *, meet: bool) -> None:
+    def reshard(self, *_arguments: Any, meet: bool) -> None:
         unit = self._unit()
         if unit is not None and unit.root is not None:
             unit.root.reshard([unit], meet=meet)
@@ -338,16 +281,7 @@ class _DTensorUnitHooks(UnitHooks):
 
 @torch.no_grad()
 def shard_param(entry: OwnParam, mesh: UnitMesh, dim: int, options: UnitOptions) -> OwnDTensor:
-    """Replace a parameter by this rank's rows of it. Collective over the ranks of `mesh`, the first time.
-
-    Rows of a parameter on the meta device stay there.
-
-    Args:
-        entry: the parameter.
-        mesh: the ranks to shard it over.
-        dim: along which to cut.
-        options: those of its future unit.
-    """
+    """Replace a parameter by this rank's rows of it, cut along `dim`. Collective over `mesh`, the first time."""
     device = options.device
     home = torch.device("cpu") if options.cpu_offload.offload_params else device
     whole, shape = entry.param, tuple(entry.param.shape)
@@ -379,8 +313,7 @@ def shard_param(entry: OwnParam, mesh: UnitMesh, dim: int, options: UnitOptions)
 
 def dtensor_unit_of(module: nn.Module) -> DTensorUnit | None:
     """Return the unit of a module that was given to ``fully_shard``; None for any other."""
-    found: DTensorUnit | None = module.__dict__.get(UNIT)
-    return found
+    return module.__dict__.get(UNIT)
 
 
 def dtensor_units_in(module: nn.Module) -> list[DTensorUnit]:

@@ -6,29 +6,28 @@ import abc
 import functools
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, StateDictSettings
 
 from hpcfsdp.comm import Communicator
 from hpcfsdp.engine.root import Root
 from hpcfsdp.engine.streams import Streams
-from hpcfsdp.engine.unit import ComputedView, TrainingState, Unit
+from hpcfsdp.engine.unit import TrainingState, Unit
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.flat_param import FlatParam
+from hpcfsdp.params.layout import TensorBlock
 from hpcfsdp.params.sharded_params import ShardedParams, other_in_place_of
-from hpcfsdp.units.options import UnitOptions
-from hpcfsdp.units.own import UNIT, OwnParam, OwnParams, label, label_replaced
+from hpcfsdp.reshard.sharded_tensors import Placed, as_dtensor
+from hpcfsdp.units.own import UNIT, OwnParam, OwnParams, UnitOptions, label, label_replaced
 from hpcfsdp.units.same_model import compare_units
-from hpcfsdp.units.tensor_parallel import TensorView
 from hpcfsdp.units.unit_mesh import UnitMesh, rank_names
 
-WRAPPED = "_fsdp_wrapped_module"
-"""The name of the wrapped module in its wrapper."""
-
-
+WRAPPED = "_fsdp_wrapped_module"  # the name of the wrapped module in its wrapper
 _PREFETCHES = {BackwardPrefetch.BACKWARD_PRE: "pre", BackwardPrefetch.BACKWARD_POST: "post", None: None}
 
 
@@ -37,55 +36,70 @@ def flat_param_name(index: int) -> str:
     return f"_flat_param_{index}" if index else "_flat_param"
 
 
+@dataclass
+class TensorView:
+    """The ``DTensor`` that modules hold instead of a leaf while they compute; the leaf is its block."""
+
+    leaf: nn.Parameter
+    block: TensorBlock
+    mesh: DeviceMesh
+    places: list[tuple[nn.Module, str]]  # modules, and the names of the leaf there
+    is_registered: bool  # whether the leaf is a parameter of its modules, or an attribute alone
+
+    @property
+    def placed(self) -> Placed:
+        """Mesh, placements, shape and stride of the whole."""
+        return Placed(self.mesh, self.block.placements, torch.Size(self.block.shape), self.block.stride)
+
+    def show(self) -> None:
+        """Not collective. Have modules hold a new ``DTensor`` in each call, since it is part of the graph."""
+        view = as_dtensor(self.leaf, self.placed)
+        for module, name in self.places:
+            module.__dict__[name] = view  # found before registered parameters
+
+    def hide(self) -> None:
+        """Have modules hold the leaf."""
+        for module, name in self.places:
+            if self.is_registered:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = self.leaf
+
+
 class ModelUnit(Unit):
-    """The engine's unit, with its module, its ranks, and the user's settings.
+    """The engine's unit, with its module, its ranks, and the user's settings."""
 
-    Attributes:
-        mesh: its ranks.
-        options: what the program has chosen for it.
-        root: of all units under the outermost one, None until that is first called.
-        is_root: whether it is the outermost one.
-        reshard_choice: the user's for ``reshard_after_forward``; None: that of the strategy, and False for the root.
-        streams: those that it shares with other outermost units; None for streams of its own.
-        buffer_dtypes: original dtypes of buffers that mixed precision has cast, by module and name.
-        labels: names by which ranks know that they have made it, or its memory, together; with the ranks.
-    """
-
-    root: Root | None = None
+    root: Root | None = None  # of all units under the outermost one, None until that is first called
     is_root = False
-    reshard_choice: bool | None = None
-    streams: Streams | None = None
+    reshard_choice: bool | None = None  # for ``reshard_after_forward``; None: the strategy's, and False for the root
+    streams: Streams | None = None  # those that it shares with other outermost units; None for its own
 
     def __init__(
         self,
         name: str,
         sharded_params: Sequence[ShardedParams],
-        views: Sequence[ComputedView],
-        *,
         holder: nn.Module,
         mesh: UnitMesh,
         options: UnitOptions,
     ) -> None:
-        super().__init__(name, sharded_params, views)
+        super().__init__(name, sharded_params)
         self.mesh = mesh
         self.options = options
         self.prefetch_forward = options.forward_prefetch
         self.prefetch_backward = _PREFETCHES[options.backward_prefetch]
-        self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
-        self.labels: list[tuple[Communicator, str]] = []
+        self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}  # before mixed precision has cast them
+        self.labels: list[tuple[Communicator, str]] = []  # by which ranks know what they have made together
         self._holder = weakref.ref(holder)  # it holds the unit
 
     @property
     def wrapper(self) -> nn.Module:
         """The module that holds the unit, and that users call."""
-        holder = self._holder()
-        assert holder is not None
-        return holder
+        return self._holder()
 
     @property
-    @abc.abstractmethod
     def module(self) -> nn.Module:
         """The module that computes."""
+        return self.wrapper
 
     @property
     def comm(self) -> Communicator:
@@ -101,36 +115,23 @@ class ModelUnit(Unit):
         """Not collective. Return the units in its module, itself included, outer ones first."""
 
     def confirm(self) -> None:
-        """Refuse units inside that ranks have not made together. Collective over the unit's ranks.
-
-        Raises:
-            DisagreementError: on all ranks; names both units.
-        """
-        units = self.inner_units()
-        others = [comm for unit in units for comm, _ in unit.labels]  # some may be shared by other ranks
+        """Refuse units inside that ranks have not made together, on all of them. Collective over the unit's ranks."""
+        others = [comm for unit in self.inner_units() for comm, _ in unit.labels]  # some may be shared by other ranks
         for comm in dict.fromkeys([*self.mesh.data_subgroups(), *others]):
             if comm.size > 1:
                 compare_units(comm.all_gather_object(made_inside(self.wrapper, comm)), rank_names(comm))
 
-    def prepare(self) -> None:
+    def get_ready(self) -> None:
         """Do what comes before the unit gets a root. Collective over the unit's ranks."""
-
-    def check_ready(self) -> None:
-        """Check the unit then, when it has memory. Collective over the unit's ranks."""
 
     def choose_reshard(self) -> None:
         """Set ``reshard_after_forward``. The root's backward begins where its forward ends, so it keeps its values."""
-        keeps = self.mesh.keeps_values or (
-            self.is_root and not all(flat.stays_gathered for flat in self.sharded_params)
-        )
+        is_free = all(flat.stays_gathered for flat in self.sharded_params)
+        keeps = self.mesh.keeps_values or (self.is_root and not is_free)
         self.reshard_after_forward = not keeps if self.reshard_choice is None else self.reshard_choice
 
     def check_at_rest(self, what: str) -> None:
-        """Not collective. Refuse the call `what` in a forward or backward, or while summoned. Reshard the model.
-
-        Raises:
-            EngineError: names the unit and its state.
-        """
+        """Not collective. Refuse the call `what` in a forward or backward, or while summoned. Reshard the model."""
         root = self.root
         if root is not None:
             root.recover()
@@ -149,23 +150,11 @@ class ModelUnit(Unit):
 
 
 class FlatUnit(ModelUnit):
-    """The unit of a ``FullyShardedDataParallel``.
+    """The unit of a ``FullyShardedDataParallel``."""
 
-    Attributes:
-        own: its parameters and buffers.
-        flat_owner: the module in which the flat parameters are registered: the one that was wrapped. The user may
-            replace it later, for instance by a checkpoint wrapper around it.
-        param_names: by module, in the order of the plain model.
-        lowered_buffers: dtypes that they had under mixed precision, while ``FSDP_USE_FULL_PREC_IN_EVAL`` undoes it.
-        computes_in_full: whether it does so now.
-        state_dict_settings: those of ``set_state_dict_type``.
-        shows_state: whether its modules hold values for a state dict in place of their parameters.
-        differing: values that differ between ranks, for a warning; None if there are none.
-    """
-
-    computes_in_full = False
-    shows_state = False
-    differing: str | None = None
+    computes_in_full = False  # as ``FSDP_USE_FULL_PREC_IN_EVAL`` undoes mixed precision
+    shows_state = False  # whether its modules hold values for a state dict in place of their parameters
+    differing: str | None = None  # values that differ between ranks, for a warning
     state_dict_settings: StateDictSettings
 
     def __init__(
@@ -179,22 +168,23 @@ class FlatUnit(ModelUnit):
         options: UnitOptions,
         flat_owner: nn.Module,
     ) -> None:
-        views = [
+        super().__init__(name, sharded_params, wrapper, mesh, options)
+        self.views = tuple(
             TensorView(entry.param, entry.block, mesh.tensor_mesh, entry.places, options.use_orig_params)
             for entry in own.entries
             if entry.block is not None
-        ]
-        super().__init__(name, sharded_params, views, holder=wrapper, mesh=mesh, options=options)
+        )
         self.own = own
+        # The flat parameters are registered where the user may put a checkpoint wrapper later: in what was wrapped.
         self.flat_owner = flat_owner
-        self.param_names: dict[nn.Module, tuple[str, ...]] = {}
+        self.param_names: dict[nn.Module, tuple[str, ...]] = {}  # in the order of the plain model
         self._is_shown = False
         # Where modules find original parameters: registered ones, or attributes.
         self._originals: list[tuple[dict[str, Any], dict[str, Any], str, nn.Parameter]] = []
         for entry in sorted(own.entries, key=lambda entry: entry.index) if not options.use_orig_params else ():
             self._originals += [(place._parameters, vars(place), name, entry.param) for place, name in entry.places]
         self._flat_names = [flat_param_name(index) for index in range(len(sharded_params))]
-        self.lowered_buffers: dict[tuple[nn.Module, str], torch.dtype] = {}
+        self.lowered_buffers: dict[tuple[nn.Module, str], torch.dtype] = {}  # dtypes to return to after eval mode
         for flat, group in zip(sharded_params, own.groups, strict=True):
             flat.places = [entry.places for entry in group]
             flat.on_assigned = functools.partial(_adopt_assigned, weakref.ref(self), weakref.ref(flat), group)
@@ -203,7 +193,6 @@ class FlatUnit(ModelUnit):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module."""
         return self.wrapper._modules[WRAPPED]
 
     def inner_units(self) -> Sequence[ModelUnit]:
@@ -244,14 +233,7 @@ class FlatUnit(ModelUnit):
 def _adopt_assigned(
     unit_ref: weakref.ref[FlatUnit], flat_ref: weakref.ref[FlatParam], entries: Sequence[OwnParam]
 ) -> None:
-    """Not collective. Adopt parameters that the program has assigned to modules at rest, ``module.weight = other``.
-
-    With `use_orig_params` an assigned parameter becomes the leaf, as in torch's FSDP.
-
-    Raises:
-        EngineError: without `use_orig_params`; a tied parameter was replaced in one of its places alone; the assigned
-            one has another number of elements than this rank's run.
-    """
+    """Not collective. Adopt parameters assigned at rest, ``module.weight = other``, as leaves, as torch's FSDP does."""
     unit, flat = unit_ref(), flat_ref()
     if unit is None or flat is None or unit.training_state is not TrainingState.IDLE:
         return

@@ -36,25 +36,19 @@ def resolve_mesh(
     (replicate, shard), or nothing: then they shard within each node and replicate across nodes. Nodes are those of the
     world; without ``hpcfsdp.init`` ranks with one host name are a node. Groups are made once for all units.
 
-    Args:
-        process_group: a ``ProcessGroup`` of torch or a ``Communicator``, a pair of them, or the ``UnitMesh`` of an
-            outer unit, also under another strategy.
-        device_mesh: instead of `process_group`.
-        sharding_strategy: None for ``FULL_SHARD``, or that of the ``UnitMesh``.
-
-    Raises:
-        TypeError: an argument of another type.
-        ValueError: `process_group` and `device_mesh` are both given, or do not fit the strategy.
-        LaunchError: nodes hold different numbers of ranks, or the order of ranks on them allows no groups.
-        DisagreementError: a pair of groups is no grid: ranks that share one have different places in the other.
-        RuntimeError: there is no process group yet.
+    `process_group` may also be a ``Communicator``, a pair of them, or the ``UnitMesh`` of an outer unit, also under
+    another strategy. `sharding_strategy` None is ``FULL_SHARD``, or that of the ``UnitMesh``.
     """
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh were both given: pass one of them")
     if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"device_mesh must be a torch DeviceMesh, not {type(device_mesh).__name__}")
-    strategy = _strategy(process_group, sharding_strategy)
-    if isinstance(process_group, UnitMesh):
+    of_outer = isinstance(process_group, UnitMesh)
+    strategy = process_group.strategy if of_outer else ShardingStrategy.FULL_SHARD
+    strategy = strategy if sharding_strategy is None else sharding_strategy
+    if not isinstance(strategy, ShardingStrategy):
+        raise TypeError(f"sharding_strategy must be a ShardingStrategy, not {strategy!r}")
+    if of_outer:
         return _for_strategy(process_group, strategy)
     if strategy in _HYBRID:
         return _hybrid(process_group, device_mesh, strategy)
@@ -71,14 +65,6 @@ def resolve_mesh(
             )
         process_group = device_mesh.get_group()
     return _plain(_communicator(process_group), strategy, device_mesh)
-
-
-def _strategy(process_group: Any, given: ShardingStrategy | None) -> ShardingStrategy:
-    if given is None:
-        return process_group.strategy if isinstance(process_group, UnitMesh) else ShardingStrategy.FULL_SHARD
-    if not isinstance(given, ShardingStrategy):
-        raise TypeError(f"sharding_strategy must be a ShardingStrategy, not {given!r}")
-    return given
 
 
 def _plain(comm: Communicator, strategy: ShardingStrategy, device_mesh: DeviceMesh | None = None) -> UnitMesh:
@@ -129,12 +115,22 @@ def _hybrid(process_group: Any, device_mesh: DeviceMesh | None, strategy: Shardi
         replicate, shard = (_communicator(device_mesh.get_group(place)) for place in (0, 1))
         return _of_two(strategy, shard, replicate, GroupCache.current().members_of(device_mesh), device_mesh)
     if process_group is None:
-        shard, replicate = _node_groups()
-        return _of_two(strategy, shard, replicate, communicator_for(None, required=True))
+        everyone, cache = communicator_for(None, required=True), GroupCache.current()
+        topology = cache.topology()
+        if topology.ranks_per_node is None:
+            raise LaunchError(
+                f"HYBRID_SHARD shards within each node and replicates across nodes, which needs nodes of one size, but "
+                f"they are {topology}: start the same number of ranks on each (srun --ntasks-per-node), or pass "
+                "process_group=(shard, replicate) or a device_mesh"
+            )
+        plan = plan_mesh(topology, {"replicate": "nodes", "shard": "node"})
+        mine = [next(ranks for ranks in plan.lines(dimension) if everyone.rank in ranks) for dimension in (0, 1)]
+        replicate, shard = map(cache.subgroup, mine)
+        cache.process_group(shard)  # programs read it later, on some ranks alone
+        return _of_two(strategy, shard, replicate, everyone)
     if not isinstance(process_group, (tuple, list)) or len(process_group) != 2:
         given = type(process_group).__name__
-        if isinstance(process_group, (tuple, list)):
-            given += f" of {len(process_group)}"
+        given += f" of {len(process_group)}" if isinstance(process_group, (tuple, list)) else ""
         raise ValueError(
             f"{strategy.name} takes a pair (shard, replicate) of process groups, not {given}; without a pair it "
             "shards within each node and replicates across nodes"
@@ -170,37 +166,8 @@ def _check_grid(shard: Communicator, replicate: Communicator) -> None:
             )
 
 
-def _node_groups() -> tuple[Communicator, Communicator]:
-    """Return the ranks of this node, and those of this local rank on all nodes. Collective over all ranks, the first
-    time.
-    """
-    everyone, cache = communicator_for(None, required=True), GroupCache.current()
-    topology = cache.topology()
-    if topology.ranks_per_node is None:
-        raise LaunchError(
-            f"HYBRID_SHARD shards within each node and replicates across nodes, which needs nodes of one size, but "
-            f"they are {topology}: start the same number of ranks on each (srun --ntasks-per-node), or pass "
-            "process_group=(shard, replicate) or a device_mesh"
-        )
-    plan = plan_mesh(topology, {"replicate": "nodes", "shard": "node"})
-    replicate, shard = (
-        cache.subgroup(next(ranks for ranks in plan.lines(dimension) if everyone.rank in ranks)) for dimension in (0, 1)
-    )
-    cache.process_group(shard)  # programs read it later, on some ranks alone
-    return shard, replicate
-
-
 def with_dtensors(mesh: UnitMesh, module: nn.Module, ignored: Collection[torch.Tensor] = ()) -> UnitMesh:
-    """Return `mesh` with the ranks of the DTensors of `module`, if any, as "tensor". Collective over both.
-
-    Args:
-        mesh: of the future unit of `module`.
-        ignored: parameters that may be DTensors on any ranks; they count only where there are no others.
-
-    Raises:
-        ShardingError: on all of the unit's ranks; DTensors of one model are on different meshes, on a mesh without this
-            rank, or on ranks over which the unit is sharded.
-    """
+    """Return `mesh` with the ranks of the DTensors of `module`, if any, as "tensor". Collective over both."""
     sharing = mesh.ranks("replicate", "shard") if dist.is_initialized() else ()
     with raise_together_over(mesh.subgroups()):
         tensor_mesh = _tensor_mesh(module, sharing, ignored)
@@ -209,15 +176,14 @@ def with_dtensors(mesh: UnitMesh, module: nn.Module, ignored: Collection[torch.T
 
 def _tensor_mesh(module: nn.Module, sharing: Sequence[int], ignored: Collection[torch.Tensor]) -> DeviceMesh | None:
     # Rows that units inside have are DTensors, too.
-    named = [
-        (fqn, param)
-        for fqn, param in module.named_parameters()
-        if isinstance(param, DTensor) and unit_fqn(param) is None
-    ]
+    dtensors = [(fqn, param) for fqn, param in module.named_parameters() if isinstance(param, DTensor)]
+    named = [(fqn, param) for fqn, param in dtensors if unit_fqn(param) is None]
+    # Those that are ignored may be on any ranks; they count only where there are no others.
     if any(param not in ignored for _, param in named):
         named = [(fqn, param) for fqn, param in named if param not in ignored]
     else:  # the unit itself is not tensor-parallel, but others of the model are
-        named = [(fqn, param) for fqn, param in named if _is_apart(param.device_mesh, sharing)][:1]
+        apart = [each for each in named if each[1].device_mesh.get_coordinate() is not None]
+        named = [(fqn, param) for fqn, param in apart if len(_shared(param.device_mesh, sharing)) == 1][:1]
     inner = {unit.name: unit.mesh.tensor_mesh for unit in units_in(module) if unit.mesh.tensor_mesh is not None}
     meshes = [(f"the unit {name}", mesh) for name, mesh in inner.items()]
     meshes += [(repr(fqn), param.device_mesh) for fqn, param in named]
@@ -239,14 +205,13 @@ def _tensor_mesh(module: nn.Module, sharing: Sequence[int], ignored: Collection[
     return mesh
 
 
-def _is_apart(mesh: DeviceMesh, sharing: Sequence[int]) -> bool:
-    ranks = set(mesh.mesh.flatten().tolist())
-    return mesh.get_coordinate() is not None and len(ranks.intersection(sharing)) == 1
+def _shared(mesh: DeviceMesh, sharing: Sequence[int]) -> list[int]:
+    return sorted(set(mesh.mesh.flatten().tolist()).intersection(sharing))
 
 
 def check_apart(what: str, mesh: DeviceMesh, unit: str, sharing: Sequence[int]) -> None:
     """Refuse a unit that is sharded over tensor-parallel ranks: `mesh` and `sharing` share more than one rank."""
-    both = sorted(set(mesh.mesh.flatten().tolist()).intersection(sharing))
+    both = _shared(mesh, sharing)
     if len(both) > 1:
         raise ShardingError(
             f"{what} is tensor-parallel over the ranks {describe_mesh(mesh)}, and {unit} would also be sharded over "

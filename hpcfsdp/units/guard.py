@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,11 +25,7 @@ _INSTEAD = (
 
 
 class UnitHooks:
-    """Hooks of modules that hold the parameters of a unit.
-
-    With a copy of the unit they are copied for that unit. In a copy or pickle of a module alone, which has no unit,
-    they do nothing.
-    """
+    """Hooks of modules that hold parameters of a unit, copied with it. In a copy without a unit they do nothing."""
 
     def __init__(self, unit: ModelUnit | None = None) -> None:
         self._is_inert = unit is None
@@ -69,13 +63,12 @@ class _FlatUnitHooks(UnitHooks):
     def before_forward(self, module: nn.Module, _arguments: Any) -> None:
         """Refuse a forward of the module, unless the unit is in a forward or backward."""
         if not self._shows_whole(reading=True) and not self._is_unsharded():
-            unit = self._unit()
-            raise EngineError(
-                f"{'' if unit is None else f'{unit.name}: '}a {type(module).__name__} was called without the "
-                "FullyShardedDataParallel around it, which gathers its parameters: call the wrapper instead. Call "
-                "other methods of the wrapped module on all ranks within "
+            self._refuse(
+                f"a {type(module).__name__} was called without the FullyShardedDataParallel around it, which gathers "
+                "its parameters: call the wrapper. Call other methods of the wrapped module on all ranks within "
                 "FullyShardedDataParallel.summon_full_params(model, writeback=False); add recurse=False if they call "
-                "the units inside through their wrappers"
+                "the units inside through their wrappers",
+                EngineError,
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
@@ -111,27 +104,20 @@ class _FlatUnitHooks(UnitHooks):
         unit = self._unit()
         return unit is not None and all(flat.is_unsharded or flat.shows_whole for flat in unit.sharded_params)
 
-    def _refuse(self, message: str) -> NoReturn:
+    def _refuse(self, message: str, kind: type[Exception] = StateDictError) -> NoReturn:
         unit = self._unit()
-        name = "" if unit is None else f"{unit.name}: "
-        raise StateDictError(f"{name}{message}")
+        raise kind(message if unit is None else f"{unit.name}: {message}")
 
 
 def guard_modules(unit: FlatUnit, *, is_copy: bool = False) -> None:
-    """Not collective. Register the hooks in the modules of a unit's parameters.
-
-    Args:
-        is_copy: whether the modules are copies, which have the hooks before state dicts already.
-    """
+    """Not collective. Register hooks in the modules of a unit's parameters; those of a copy have some already."""
     modules = {place: None for entry in unit.own.entries for place, _ in entry.places}
     if unit.own.entries:
         modules[unit.module] = None  # holds the flat parameters
     hooks = _FlatUnitHooks(unit)
-    blocks = [entry.block for entry in unit.own.entries]
-    is_replicated = unit.mesh.strategy is ShardingStrategy.NO_SHARD
-    hooks._stays_whole = (
-        is_replicated and unit.options.use_orig_params and all(block is None or block.is_whole for block in blocks)
-    )
+    is_whole = all(entry.block is None or entry.block.is_whole for entry in unit.own.entries)
+    is_replicated = unit.mesh.strategy is ShardingStrategy.NO_SHARD and unit.options.use_orig_params
+    hooks._stays_whole = is_replicated and is_whole
     for module in modules if not is_copy else ():
         module.register_state_dict_pre_hook(hooks.before_saving)
         module.register_load_state_dict_pre_hook(hooks.before_loading)
@@ -149,42 +135,31 @@ def showing_state(unit: FlatUnit) -> Iterator[None]:
 
 
 def refuse_mistakes(unit: FlatUnit) -> None:
-    """Refuse what cannot be right while ``torch.distributed.checkpoint.state_dict`` reads the names of a model.
-
-    Raises:
-        StateDictError: it would give wrong results for a model of this package.
-    """
-    call = _compat.stock_state_dict_call()
-    if call is not None and (mistaken := _mistaken(unit, call)):
+    """Refuse what cannot be right while ``torch.distributed.checkpoint.state_dict`` reads the names of a model."""
+    call, mistaken = _compat.stock_state_dict_call(), None
+    if call is None:
+        return
+    if call.has_optimizers:
+        mistaken = "the shards that the optimizer steps as whole parameters"
+    elif call.function.startswith("set_"):
+        if call.options.full_state_dict and unit.sharded_params and not unit.options.use_orig_params:
+            mistaken = "flat parameters as the model's own"
+    elif call.has_submodules or (
+        call.options.ignore_frozen_params and not all(param.requires_grad for param in unit.wrapper.parameters())
+    ):
+        mistaken = "the names of wrappers as parts of the names in a state dict"
+    if mistaken is not None:
         raise StateDictError(
             f"torch.distributed.checkpoint.state_dict.{call.function} does not know hpcfsdp's class, and would treat "
             f"{mistaken}: call hpcfsdp.state_dict.{call.function}, which takes the same arguments"
         )
 
 
-def _mistaken(unit: FlatUnit, call: _compat.StockCall) -> str | None:
-    """Return what a call would use wrongly, for a message; None if its results are right."""
-    if call.has_optimizers:
-        return "the shards that the optimizer steps as whole parameters"
-    if call.function.startswith("set_"):
-        has_sharded_params = not unit.options.use_orig_params and bool(unit.sharded_params)
-        return "flat parameters as the model's own" if call.options.full_state_dict and has_sharded_params else None
-    is_frozen = call.options.ignore_frozen_params and not all(
-        param.requires_grad for param in unit.wrapper.parameters()
-    )
-    names = "the names of wrappers as parts of the names in a state dict"
-    return names if call.has_submodules or is_frozen else None
-
-
-PAST_FORWARD = frozenset({"generate"})
-"""Methods of wrapped modules that compute without a call of the wrapper: those of transformers."""
+PAST_FORWARD = frozenset({"generate"})  # methods of transformers' modules that compute without a call of the wrapper
 
 
 def guarded(unit: FlatUnit, name: str, method: Any) -> Any:
-    """Return a method of the wrapped module that computes. Calls are collective.
-
-    They raise an ``EngineError`` while parameters of the wrapper itself are sharded.
-    """
+    """Return a method of the wrapped module that computes; collective, and refused while parameters are sharded."""
     if not callable(method):
         return method
 
@@ -204,53 +179,15 @@ def guarded(unit: FlatUnit, name: str, method: Any) -> Any:
     return call
 
 
-class RefusesOtherWrappers:
-    """Attributes that other libraries read before they wrap a module."""
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """Read by torch's DistributedDataParallel before it changes anything. Always raises an ``EngineError``."""
-        raise EngineError(
-            "DistributedDataParallel, or Accelerator.prepare, was called with a model that is already wrapped in "
-            "FullyShardedDataParallel, which reduces gradients itself: use the wrapped model as it is; with "
-            "accelerate, prepare only the optimizer and the data loader; transformers' Trainer takes the plain model "
-            "and trains replicas; hpcfsdp.integrations has a Trainer and an Accelerator that shard; for replicas of "
-            "shards use sharding_strategy=ShardingStrategy.HYBRID_SHARD"
-        )
-
-    @functools.cached_property  # accelerate may set it
-    def _is_accelerate_prepared(self) -> bool:
-        """Read by ``Accelerator.prepare`` and ``Accelerator.prepare_model`` before they change anything.
-
-        Warns:
-            UserWarning: accelerate counts one process, and the model is sharded over several.
-        """
-        size = self._unit.mesh.dtensor_ranks.size  # type: ignore[attr-defined]
-        accelerate = sys.modules.get("accelerate")
-        if accelerate is not None and size > 1 and accelerate.PartialState().num_processes == 1:
-            warnings.warn(
-                f"the model is sharded over {size} ranks, but accelerate sees only one process and gives every rank "
-                "the same data. Call hpcfsdp.init() before Accelerator() (on CPUs: Accelerator(cpu=True)), or divide "
-                "the data yourself",
-                stacklevel=4,
-            )
-        return False
-
-
 def refuse_ddp_around(unit: FlatUnit) -> None:
-    """Refuse torch's DistributedDataParallel around units, which lists the parameters of each wrapper.
-
-    Raises:
-        EngineError: one is under construction around the wrapper, and would average sharded parameters.
-    """
+    """Refuse torch's DistributedDataParallel around units: its constructor lists the parameters of each wrapper."""
     found = _compat.ddp_in_construction()
     if found is None:
         return
     model, ignored = found
     name = next((name for name, module in model.named_modules() if module is unit.wrapper), "")
-    plain = unit.options.ignored.params
-    sharded = [inner for inner, param in unit.wrapper.named_parameters(prefix=name) if param not in plain]
-    averaged = [inner for inner in sharded if inner not in ignored]
+    plain, named = unit.options.ignored.params, unit.wrapper.named_parameters(prefix=name)
+    averaged = [inner for inner, param in named if param not in plain and inner not in ignored]
     if averaged:
         raise EngineError(
             f"DistributedDataParallel was called with a {type(model).__name__} in which FullyShardedDataParallel has "

@@ -10,23 +10,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from hpcfsdp import _compat
 from hpcfsdp.errors import EngineError
 from hpcfsdp.reshard.sharded_tensors import fill_block
-from hpcfsdp.units.options import NOTHING_IGNORED, Ignored
-from hpcfsdp.units.own import is_unit
+from hpcfsdp.units.own import NOTHING_IGNORED, Ignored, is_unit
 
-_WITHOUT_VALUES = {
-    torch.empty,
-    torch.empty_like,
-    torch.empty_permuted,
-    torch.empty_strided,
-    torch.Tensor.new_empty,
-    torch.Tensor.new_empty_strided,
-}
+_WITHOUT_VALUES = {torch.empty, torch.empty_like, torch.empty_permuted, torch.empty_strided}
+_WITHOUT_VALUES |= {torch.Tensor.new_empty, torch.Tensor.new_empty_strided}
 """Functions that return uninitialised memory."""
 
-_SENTINEL_BYTE = 0xA5
-"""Fills uninitialised integers of two bytes and more: an unlikely initial value."""
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
+_SENTINELS = {dtype: int.from_bytes(b"\xa5" * dtype.itemsize, "little", signed=True) for dtype in _INTEGERS}
+"""Fill uninitialised integers: unlikely initial values."""
 
 
 class MetaTensor(NamedTuple):
@@ -65,17 +60,8 @@ def materialize(
     A parameter or buffer registered in several places stays one, with the values from the first of these modules.
     Uninitialised memory is an error: before the initialisation all memory holds NaN, afterwards none may. One-byte
     integers and ``bool`` cannot be recognised: they are zero if not initialised.
-
-    Args:
-        ignored: modules that are not entered, and parameters that alone do not make a module an owner.
-        values_count: False if another rank's values follow (``sync_module_states``): then memory is enough.
-
-    Returns:
-        The FQNs, within `module`, of the materialised parameters and buffers.
-
-    Raises:
-        TypeError: without `param_init_fn`, modules that have no ``reset_parameters``.
-        ValueError: a tensor is still on the meta device, or has no value; or `param_init_fn` cannot be called.
+    Unless `values_count`, another rank's values follow, and memory is enough. Parameters that are ignored alone do not
+    make a module an owner. The FQNs of what has been materialised are returned.
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(f"param_init_fn must be a function of a module, not {type(param_init_fn).__name__}")
@@ -86,15 +72,23 @@ def materialize(
         if param_init_fn is None:
             _reset(found, device, values_count)
         else:
-            _call(param_init_fn, found, [reached for _, reached in _reached(module, ignored)])
-        _check(found, values_count, "param_init_fn" if param_init_fn is not None else "reset_parameters()")
+            _call(param_init_fn, found, [inner for _, inner in reached(module, ignored)])
+    how = "param_init_fn" if param_init_fn is not None else "reset_parameters()"
+    now = [(each.fqn, each.now) for each in found if each.now is not None]
+    if on_meta := [name for name, tensor in now if tensor.is_meta]:
+        raise ValueError(f"{how} left tensors on the meta device: {', '.join(on_meta)}; give them memory and values")
+    if empty := [name for name, tensor in now if values_count and _is_empty(tensor)]:
+        raise ValueError(
+            f"{how} did not initialise, or only in part, or set to NaN: {', '.join(empty)}; every parameter and "
+            "buffer of a module built on the meta device needs a value"
+        )
     return [each.fqn for each in found]
 
 
 def tensors_on_meta(root: nn.Module, ignored: Ignored = NOTHING_IGNORED) -> list[MetaTensor]:
     """Not collective. Return what is on the meta device below `root`, outside of units inside; see ``materialize``."""
     found: list[MetaTensor] = []
-    for path, module in _reached(root, ignored):
+    for path, module in reached(root, ignored):
         states = [
             MetaTensor(f"{path}.{name}" if path else name, module, name, tensor)
             for registry in (module._parameters, module._buffers)
@@ -107,7 +101,7 @@ def tensors_on_meta(root: nn.Module, ignored: Ignored = NOTHING_IGNORED) -> list
     return found
 
 
-def _reached(root: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
+def reached(root: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
     """Return the FQNs and modules outside of units inside, inner ones before outer ones, each once."""
     seen: set[nn.Module] = set()
 
@@ -127,19 +121,18 @@ def _reset(found: list[MetaTensor], device: torch.device, values_count: bool) ->
     owners: dict[nn.Module, list[MetaTensor]] = {}
     for each in found:
         owners.setdefault(each.module, []).append(each)
-    methods = [
-        getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None) for owner in owners
+    methods = {
+        each: getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None) for each in owners
+    }
+    lacking = [
+        f"{type(owner).__name__} {own[0].fqn.rpartition('.')[0]!r} ({', '.join(each.name for each in own)})"
+        for owner, own in owners.items()
+        if methods[owner] is None
     ]
-    lacking = [owner for owner, method in zip(owners, methods, strict=True) if method is None]
     if lacking and values_count:
-        names = [(owners[owner][0].fqn.rpartition(".")[0], [each.name for each in owners[owner]]) for owner in lacking]
-        shown = ", ".join(
-            f"{type(owner).__name__} {path!r} ({', '.join(inside)})"
-            for owner, (path, inside) in zip(lacking, names, strict=True)
-        )
         raise TypeError(
-            f"modules on the meta device without a method reset_parameters(): {shown}; give them one that initialises "
-            "their own parameters and buffers, or pass param_init_fn"
+            f"modules on the meta device without a method reset_parameters(): {', '.join(lacking)}; give them one that "
+            "initialises their own parameters and buffers, or pass param_init_fn"
         )
     made: dict[int, torch.Tensor] = {}  # by the id of the meta tensor: a tied parameter is made once
     for _, module, name, meta in found:
@@ -147,7 +140,7 @@ def _reset(found: list[MetaTensor], device: torch.device, values_count: bool) ->
             made[id(meta)] = _with_memory(meta, device)
         setattr(module, name, made[id(meta)])  # not in the registry: an LSTM keeps a list too
     ties = _Ties(found)
-    for method in methods:
+    for method in methods.values():
         if method is not None:
             method()
             ties.register_new()
@@ -190,7 +183,7 @@ def _call(param_init_fn: Callable[[nn.Module], Any], found: list[MetaTensor], re
 
     def visit(module: nn.Module) -> None:
         reach.discard(module)
-        if _needs_init(module, reach):
+        if any(each.is_meta for each in _tensors_of([module]) or _tensors_of(reach.intersection(module.modules()))):
             param_init_fn(module)
             ties.register_new()
         for child in module.children():
@@ -200,12 +193,6 @@ def _call(param_init_fn: Callable[[nn.Module], Any], found: list[MetaTensor], re
     with FillEmpty():
         visit(reached[-1])
     ties.restore_first_values()
-
-
-def _needs_init(module: nn.Module, inner: set[nn.Module]) -> bool:
-    """Return whether to call the user's function with a module."""
-    own = _tensors_of([module])
-    return any(tensor.is_meta for tensor in own or _tensors_of(child for child in module.modules() if child in inner))
 
 
 def _tensors_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
@@ -245,11 +232,7 @@ class _Ties:
 
 
 def refuse_uninitialised(found: Iterable[MetaTensor]) -> None:
-    """Not collective. Refuse parameters and buffers that are on the meta device, or that ``FillEmpty`` has filled.
-
-    Raises:
-        EngineError: names the first.
-    """
+    """Not collective. Refuse parameters and buffers that are on the meta device, or that ``FillEmpty`` has filled."""
     for each in found:
         tensor = each.now
         if tensor is not None and tensor.is_meta:
@@ -277,21 +260,17 @@ class FillEmpty(TorchFunctionMode):
 
 def _fill(tensor: torch.Tensor) -> None:
     """Fill a tensor without values, so that ``_is_empty`` knows it."""
-    local = _local(tensor)
+    local = _compat.local_of(tensor).detach()
     if local.is_meta or local.layout is not torch.strided:
         return
+    is_integer = not (local.is_floating_point() or local.is_complex())
     with torch.no_grad():
-        if local.is_floating_point() or local.is_complex():
-            local.fill_(float("nan"))
-        elif _has_sentinel(local):
-            local.fill_(_sentinel(local.dtype))
-        else:
-            local.zero_()
+        local.fill_(_SENTINELS.get(local.dtype, 0) if is_integer else float("nan"))
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is uninitialised, at least in part."""
-    local = _local(tensor)
+    local = _compat.local_of(tensor).detach()  # reading more would be collective
     if not local.numel() or local.layout is not torch.strided:
         return False
     if local.is_complex():
@@ -299,31 +278,4 @@ def _is_empty(tensor: torch.Tensor) -> bool:
     if local.is_floating_point():
         wide = local if local.dtype.itemsize > 1 else local.float()  # torch has hardly any arithmetic for fp8
         return bool(wide.isnan().any())
-    return _has_sentinel(local) and bool((local == _sentinel(local.dtype)).all())
-
-
-def _has_sentinel(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.int16, torch.int32, torch.int64)
-
-
-def _sentinel(dtype: torch.dtype) -> int:
-    return int.from_bytes(bytes([_SENTINEL_BYTE]) * dtype.itemsize, "little", signed=True)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's block; reading more would be collective."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _check(found: list[MetaTensor], values_count: bool, how: str) -> None:
-    """Refuse tensors that are still on the meta device, or uninitialised."""
-    now = [(each.fqn, each.now) for each in found]
-    on_meta = [name for name, tensor in now if tensor is not None and tensor.is_meta]
-    if on_meta:
-        raise ValueError(f"{how} left tensors on the meta device: {', '.join(on_meta)}; give them memory and values")
-    empty = [name for name, tensor in now if tensor is not None and _is_empty(tensor)] if values_count else []
-    if empty:
-        raise ValueError(
-            f"{how} did not initialise, or only in part, or set to NaN: {', '.join(empty)}; every parameter and "
-            "buffer of a module built on the meta device needs a value"
-        )
+    return local.dtype in _SENTINELS and bool((local == _SENTINELS[local.dtype]).all())

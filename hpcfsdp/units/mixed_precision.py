@@ -11,7 +11,7 @@ from torch import nn
 
 from hpcfsdp.engine.nested import cast_forward_inputs, tensors_in
 from hpcfsdp.units.flat_unit import FlatUnit, unit_of, units_in
-from hpcfsdp.units.options import UnitOptions
+from hpcfsdp.units.own import UnitOptions
 
 
 def modules_outside(root: nn.Module) -> Iterator[nn.Module]:
@@ -39,40 +39,30 @@ def keep_full_precision(modules: Mapping[nn.Module, torch.dtype]) -> None:
         module.register_forward_hook(_cast_back)
 
 
-_INPUT_DTYPE = "_hpcfsdp_input_dtype"
-
-
 def _cast_up(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dtypes = [tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
-    module.__dict__[_INPUT_DTYPE] = dtypes[0] if dtypes else None
+    module.__dict__["_hpcfsdp_input_dtype"] = dtypes[0] if dtypes else None
     return cast_forward_inputs(dtype, args, kwargs)
 
 
 def _cast_back(module: nn.Module, _args: Any, outputs: Any) -> Any:
-    return cast_forward_inputs(module.__dict__.pop(_INPUT_DTYPE, None), (outputs,), {})[0][0]
+    return cast_forward_inputs(module.__dict__.pop("_hpcfsdp_input_dtype", None), (outputs,), {})[0][0]
 
 
 def cast_buffers(
     root: nn.Module, options: UnitOptions, cast: dict[torch.Tensor, torch.Tensor]
 ) -> dict[tuple[nn.Module, str], torch.dtype]:
-    """Cast the floating-point buffers below `root`, outside of units, to the buffer dtype of its options.
-
-    Args:
-        cast: buffers cast earlier, with the results; added to. So a buffer registered in several places stays one.
-
-    Returns:
-        By module and name, the original dtype of each buffer.
-    """
+    """Cast the floating-point buffers outside of units. Return their dtypes before; add the results to `cast`."""
     before: dict[tuple[nn.Module, str], torch.dtype] = {}
     modules = list(modules_outside(root))
-    in_full = [module for module in modules if isinstance(module, options.full_precision)]
-    kept = options.ignored.buffers.union(*(module.buffers() for module in in_full))
+    full = options.full_precision
+    kept = options.ignored.buffers.union(*(module.buffers() for module in modules if isinstance(module, full)))
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is None or not buffer.is_floating_point() or buffer in kept:
                 continue
             before.setdefault((module, name), buffer.dtype)
-            if buffer not in cast:
+            if buffer not in cast:  # a buffer registered in several places stays one
                 cast[buffer] = buffer.to(options.mixed_precision.buffer_dtype)
                 cast.setdefault(cast[buffer], cast[buffer])
             module._buffers[name] = cast[buffer]
@@ -80,13 +70,7 @@ def cast_buffers(
 
 
 def follow_eval_mode(root: FlatUnit) -> None:
-    """Have units compute in the dtype of their shards in eval mode. Collective over the units' ranks, at rest.
-
-    ``FSDP_USE_FULL_PREC_IN_EVAL`` asks for it.
-
-    Args:
-        root: the unit that is called. Its mode decides about all buffers, as in torch's FSDP.
-    """
+    """Have units compute in the dtype of their shards in eval mode. Collective over the units' ranks, at rest."""
     for unit in units_in(root.wrapper):
         full, mixed = not unit.module.training, unit.options.mixed_precision
         casts = mixed.cast_root_forward_inputs if unit is root else mixed.cast_forward_inputs
@@ -98,15 +82,11 @@ def follow_eval_mode(root: FlatUnit) -> None:
         for flat in unit.sharded_params:
             flat.compute_in(flat.dtypes.param if full else flat.dtypes.compute)
         unit.computes_in_full = full
-    _cast_buffers(root, full=not root.module.training)
-
-
-def _cast_buffers(root: FlatUnit, *, full: bool) -> None:
-    """Give buffers that mixed precision has cast their original dtypes if `full`, else the lower ones again."""
-    lowered = root.lowered_buffers
+    # As in torch's FSDP, the mode of the unit that is called decides about the dtypes of all buffers.
+    full, lowered = not root.module.training, root.lowered_buffers
     if full == bool(lowered):
         return
-    wanted = dict(root.buffer_dtypes) if full else dict(lowered)
+    wanted = dict(root.buffer_dtypes if full else lowered)
     lowered.clear()
     cast: dict[torch.Tensor, torch.Tensor] = {}
     for (module, name), dtype in wanted.items():

@@ -23,21 +23,16 @@ from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.flat_param import flat_params
 from hpcfsdp.params.granularity import block_numel
+from hpcfsdp.units import own
 from hpcfsdp.units.clip import look_for_local_clipping
-from hpcfsdp.units.own import hidden_fqn, is_replaced, num_replaced, whole_shape
 
-Split = Callable[[torch.Tensor], list[list[torch.Tensor]]]
-"""The tensors of each rank, of all elements in a row."""
+Split = Callable[[torch.Tensor], list[list[torch.Tensor]]]  # the tensors of each rank, of all elements in a row
 
 # Parts fill the registers of a CPU: then an element is rounded alike wherever it is.
 
 
 def _whole(flat: torch.Tensor) -> list[list[torch.Tensor]]:
     return [[flat[:128].unflatten(0, (16, 8)), flat[128:]]]
-
-
-def _owned(flat: torch.Tensor) -> list[list[torch.Tensor]]:
-    return [[flat[:128].unflatten(0, (16, 8))], [flat[128:]]]
 
 
 def whole_runs(flat: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -51,27 +46,19 @@ def cut_runs(flat: torch.Tensor) -> list[list[torch.Tensor]]:
 
 
 _STEPS = 12
-_SAME = 1e-9
-"""Relative to the largest change of an element."""
+_SAME = 1e-9  # relative to the largest change of an element
 _MOST_GROUPS = 8
 _PLAIN = (int, float, str, tuple, type(None))
 _FLAGS = dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), False)
 
 
 def check_on_shards(optimizer: torch.optim.Optimizer, split: Split) -> None:
-    """Not collective. Refuse an optimizer that computes something else on shards. What cannot be tried passes.
-
-    Args:
-        split: how ranks hold what it steps.
-
-    Raises:
-        EngineError: it does; names what computes the same.
-    """
+    """Not collective. Refuse an optimizer that computes something else on shards, which ranks hold as by `split`."""
     for group in _kinds_of_groups(optimizer):
         if _differs(optimizer, group, split):
             name = type(optimizer).__name__
             remedy = "shard the model with hpcfsdp.fully_shard, whose DTensors know all parts, or use NO_SHARD"
-            if not _differs(optimizer, group, _owned):
+            if not _differs(optimizer, group, lambda flat: [[whole] for whole in _whole(flat)[0]]):
                 remedy = f"use hpcfsdp.optim.WholeTensors(model, model.parameters(), {name}, ...)"
                 remedy += ', or granularity="whole"' * (not _differs(optimizer, group, whole_runs))
                 remedy += ", with use_orig_params=True"
@@ -204,42 +191,39 @@ def _check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if root.holds_grads:
             root.refuse_held(f"a step of {type(optimizer).__name__}", params)
     look_for_local_clipping(optimizer)
-    known = sum(len(group["params"]) for group in optimizer.param_groups), num_replaced()
+    known = sum(len(group["params"]) for group in optimizer.param_groups), own.num_replaced
     if _checked.get(optimizer) == known:
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
-            fqn = hidden_fqn(param)
-            if fqn is not None and is_replaced(param):
+            if (fqn := own.hidden_fqn(param)) is None:
+                continue
+            if own.is_replaced(param):
                 raise EngineError(
                     f"the {type(optimizer).__name__} steps {fqn!r}, but the module has been assigned another "
                     "parameter since: build the optimizer after that, or change the parameter in place"
                 )
-            if fqn is not None:
-                hint = "build the optimizer from model.parameters() after wrapping the model"
-                if isinstance(param, DTensor):  # shown within summon_full_params alone
-                    hint += ", outside of summon_full_params"
-                else:
-                    hint += ", or wrap it with use_orig_params=True"
-                raise EngineError(
-                    f"the {type(optimizer).__name__} steps {fqn!r}, which was sharded after the optimizer was built "
-                    "and gets no gradient: " + hint
-                )
+            # A DTensor is shown within summon_full_params alone.
+            hint = (
+                "outside of summon_full_params"
+                if isinstance(param, DTensor)
+                else "or wrap it with use_orig_params=True"
+            )
+            raise EngineError(
+                f"the {type(optimizer).__name__} steps {fqn!r}, which was sharded after the optimizer was built and "
+                f"gets no gradient: build the optimizer from model.parameters() after wrapping the model, {hint}"
+            )
     _warn_of_decay(optimizer)
-    splits = sorted(set(_splits(params)), key=lambda split: split.__name__)  # on all ranks alike
-    for each in dict.fromkeys((optimizer, *_compat.calling_optimizers())) if splits else ():  # some step by another
-        for split in splits:
-            check_on_shards(each, split)
-    _checked[optimizer] = known
-
-
-def _splits(params: set[Any]) -> Iterator[Split]:
-    """Yield how ranks hold those of `params` that are of flat parameters and sharded."""
+    splits: set[Split] = set()  # how ranks hold what is of flat parameters and sharded
     for flat in list(flat_params):  # a closure may be the first to call the model, so there may be no root
         if flat.comm.size > 1 and not params.isdisjoint(flat.stepped):
             slots = flat.layout.slots if flat.use_orig_params else ()
             whole = [not slot.is_cut and block_numel(slot.granularity, slot.shape) >= slot.numel for slot in slots]
-            yield whole_runs if whole and all(whole) else cut_runs
+            splits.add(whole_runs if whole and all(whole) else cut_runs)
+    for each in dict.fromkeys((optimizer, *_compat.calling_optimizers())) if splits else ():  # some step by another
+        for split in sorted(splits, key=lambda split: split.__name__):  # on all ranks alike
+            check_on_shards(each, split)
+    _checked[optimizer] = known
 
 
 def _warn_of_decay(optimizer: torch.optim.Optimizer) -> None:
@@ -247,7 +231,7 @@ def _warn_of_decay(optimizer: torch.optim.Optimizer) -> None:
     decayed = [p for group in optimizer.param_groups if group.get("weight_decay") for p in group["params"]]
     others = [p for group in optimizer.param_groups if not group.get("weight_decay") for p in group["params"]]
     decays = any(group.get("weight_decay") for group in optimizer.param_groups)
-    matrices = sum(param.dim() < 2 <= len(whole_shape(param) or ()) for param in others)
+    matrices = sum(param.dim() < 2 <= len(own.whole_shape(param) or ()) for param in others)
     if decays and matrices and all(param.dim() >= 2 for param in decayed):
         warnings.warn(
             f"the {type(optimizer).__name__} applies no weight decay to any sharded matrix ({matrices} of them have "

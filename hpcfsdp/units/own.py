@@ -1,42 +1,73 @@
-"""The parameters and buffers of a unit: found in the module tree, named, grouped, and labelled as the unit's."""
+"""What a unit owns: its parameters and buffers, found in the module tree, and labelled; and what was chosen for it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from hpcfsdp import _compat
 from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError, ShardingError
+from hpcfsdp.params.granularity import Granularity, GranularityOf
 from hpcfsdp.params.layout import TensorBlock
 from hpcfsdp.reshard.sharded_tensors import blocks_of, is_sharded, local_block
-from hpcfsdp.units.options import NOTHING_IGNORED, Ignored, UnitOptions
 from hpcfsdp.units.unit_mesh import UnitMesh
 
-UNIT = "_hpcfsdp_unit"
-"""The attribute of a module that was given to ``fully_shard`` with its unit."""
+UNIT = "_hpcfsdp_unit"  # the attribute of a module that was given to ``fully_shard`` with its unit
 
 
-class _HasNumel(Protocol):
+@dataclass(frozen=True)
+class Ignored:
+    """What is neither sharded nor gathered nor reduced nor cast."""
+
+    modules: frozenset[nn.Module] = frozenset()  # the given ones and all below them, down to units, which remain units
+    params: frozenset[nn.Parameter] = frozenset()  # the given ones, and those of the modules
+    buffers: frozenset[torch.Tensor] = frozenset()  # those of the modules
+
+
+NOTHING_IGNORED = Ignored()
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """The arguments of ``FullyShardedDataParallel``, or of ``fully_shard``, that hold for a unit."""
+
+    device: torch.device | None = None  # to compute on; None for that of the parameters
+    ignored: Ignored = NOTHING_IGNORED
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    cpu_offload: CPUOffload = field(default_factory=CPUOffload)
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    use_orig_params: bool = False
+    granularity: Granularity | GranularityOf = 1
+    param_init_fn: Callable[[nn.Module], Any] | None = None
+    sync_module_states: bool = False
+    pin_memory: bool = False  # offloaded shards of ``fully_shard``
+
     @property
-    def numel(self) -> int: ...
+    def full_precision(self) -> tuple[type[nn.Module], ...]:
+        """The classes of modules that stay in full precision; none without lower dtypes."""
+        mixed = self.mixed_precision
+        lowers = any((mixed.param_dtype, mixed.reduce_dtype, mixed.buffer_dtype))
+        return tuple(mixed._module_classes_to_ignore) if lowers else ()
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``FullyShardedDataParallel`` for units inside of one with these options."""
+        given = {**vars(self), "device_id": self.device, "ignored_states": self.ignored}
+        return {name: value for name, value in given.items() if name not in ("device", "ignored", "pin_memory")}
 
-Entry = TypeVar("Entry", bound=_HasNumel)
 
 _DEFAULTS = UnitOptions()
-_UNIT_FQN = "_hpcfsdp_unit_fqn"
-_HIDDEN = "_hpcfsdp_hidden"
-_SHAPE = "_hpcfsdp_whole_shape"
-_REPLACED = "_hpcfsdp_replaced"
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -58,37 +89,30 @@ def label_modules(root: nn.Module, ignored: Collection[nn.Module]) -> None:
 
 
 def label(param: nn.Parameter, fqn: str, shape: tuple[int, ...], *, hidden: bool = False) -> None:
-    """Label a parameter as owned by a unit.
-
-    Args:
-        fqn: its name in the unit.
-        shape: the shape of the whole parameter.
-        hidden: whether another one has replaced it, so that an optimizer must not step it.
-    """
-    setattr(param, _UNIT_FQN, fqn)
-    setattr(param, _SHAPE, shape)
+    """Label a parameter as owned by a unit: with its name there, and its whole shape. ``hide`` it if `hidden`."""
+    param._hpcfsdp_unit_fqn, param._hpcfsdp_whole_shape = fqn, shape
     if hidden:
         hide(param)
 
 
 def whole_shape(param: torch.Tensor) -> tuple[int, ...] | None:
     """Return the shape of the whole parameter, None if no unit owns it."""
-    return getattr(param, _SHAPE, None)
+    return getattr(param, "_hpcfsdp_whole_shape", None)
 
 
 def unit_fqn(param: torch.Tensor) -> str | None:
     """Return the name of a parameter in its unit, None if no unit owns it."""
-    return getattr(param, _UNIT_FQN, None)
+    return getattr(param, "_hpcfsdp_unit_fqn", None)
 
 
 def hide(param: nn.Parameter, hidden: bool = True) -> None:
     """Label a parameter as replaced by another one: an optimizer must not step it. `hidden` False undoes that."""
-    setattr(param, _HIDDEN, hidden)
+    param._hpcfsdp_hidden = hidden
 
 
 def hidden_fqn(param: nn.Parameter) -> str | None:
     """Return the name of a parameter that ``hide`` has labelled, None for any other."""
-    return unit_fqn(param) if getattr(param, _HIDDEN, False) else None
+    return unit_fqn(param) if getattr(param, "_hpcfsdp_hidden", False) else None
 
 
 def retire(param: nn.Parameter, fqn: str, shape: tuple[int, ...]) -> None:
@@ -106,53 +130,44 @@ def _refuse_gradient(param: torch.Tensor) -> None:
     )
 
 
-class _Replaced:
-    """How many parameters of this process the program has replaced by others."""
-
-    count = 0
+num_replaced = 0  # how many parameters of this process the program has replaced by others
 
 
 def label_replaced(param: nn.Parameter) -> None:
     """Label a parameter as replaced by one that the program has assigned."""
+    global num_replaced
     hide(param)
-    setattr(param, _REPLACED, True)
-    _Replaced.count += 1
+    param._hpcfsdp_replaced = True
+    num_replaced += 1
 
 
 def is_replaced(param: nn.Parameter) -> bool:
     """Return whether ``label_replaced`` was called."""
-    return getattr(param, _REPLACED, False)
-
-
-def num_replaced() -> int:
-    """Return the number of calls of ``label_replaced``."""
-    return _Replaced.count
+    return getattr(param, "_hpcfsdp_replaced", False)
 
 
 @dataclass
 class OwnParam:
-    """One parameter, and every place in the module tree where it is registered.
-
-    Attributes:
-        index: among the parameters of the unit, in the order of the model.
-        block: the part of a tensor-parallel parameter that `param` is.
-        whole: that parameter, until its modules hold `param` instead.
-        counted_fqn: the name as if ignored modules did not exist, with numbered siblings counted without them.
-    """
+    """One parameter, and every place in the module tree where it is registered."""
 
     param: nn.Parameter
     fqn: str
     places: list[tuple[nn.Module, str]]
     aliases: tuple[str, ...] = ()
-    index: int = 0
-    block: TensorBlock | None = None
-    whole: DTensor | None = None
-    counted_fqn: str = ""
+    index: int = 0  # among the parameters of the unit, in the order of the model
+    block: TensorBlock | None = None  # the part of a tensor-parallel parameter that `param` is
+    whole: DTensor | None = None  # that parameter, until its modules hold `param` instead
+    counted_fqn: str = ""  # as if ignored modules did not exist, with numbered siblings counted without them
 
     @property
     def given(self) -> nn.Parameter:
         """The parameter that the user has given."""
         return cast(nn.Parameter, self.param if self.whole is None else self.whole)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the whole parameter, while `param` is not flat."""
+        return tuple(self.param.shape) if self.block is None else self.block.shape
 
     @property
     def numel(self) -> int:
@@ -166,10 +181,6 @@ class OwnParam:
                 module._parameters[name] = self.param
             retire(self.whole, self.fqn, tuple(self.whole.shape))  # another module may hold it too
             self.whole = None  # it shares memory that will be freed
-
-    def label(self) -> None:
-        """Label the parameter as owned by a unit."""
-        label(self.param, self.fqn, tuple(self.param.shape) if self.block is None else self.block.shape)
 
     def deregister(self) -> None:
         """Make the parameter a plain attribute of its modules, which ``parameters()`` does not list."""
@@ -188,62 +199,26 @@ class OwnParam:
 
 @dataclass
 class OwnParams:
-    """The parameters and buffers of one unit.
+    """The parameters and buffers of one unit."""
 
-    Attributes:
-        groups: parameters with the same dtype, ``requires_grad`` and kind of module; each becomes a flat parameter.
-        buffers: persistent or not.
-        buffer_fqns: their names within the wrapped module.
-    """
-
+    # Of one dtype, requires_grad and kind of module; each group becomes a flat parameter.
     groups: list[list[OwnParam]] = field(default_factory=list)
-    buffers: list[torch.Tensor] = field(default_factory=list)
-    buffer_fqns: list[str] = field(default_factory=list)
-
-    def split(self, numel: int) -> None:
-        """Cut groups into runs of at most `numel` elements, or of one parameter that has more."""
-        self.groups = [part for group in self.groups for part in parts_of(group, numel)]
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # by names within the module, persistent or not
 
     @property
     def entries(self) -> list[OwnParam]:
         """All parameters, group by group."""
         return [entry for group in self.groups for entry in group]
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All parameters, then all buffers."""
-        return [entry.param for entry in self.entries] + self.buffers
-
-    def named_values(self, excluded: Collection[str], *, alike_only: bool) -> dict[str, torch.Tensor]:
-        """Parameters and buffers that should have the same values on all ranks, by their names in messages.
-
-        Args:
-            excluded: names to leave out.
-            alike_only: leave out those with different blocks on tensor-parallel ranks.
-        """
-        params = [e for e in self.entries if not alike_only or e.block is None or e.block.is_whole]
-        found = {
-            f"parameter {e.fqn!r}": e.param for e in sorted(params, key=lambda e: e.index) if e.fqn not in excluded
-        }
-        for fqn, buffer in zip(self.buffer_fqns, self.buffers, strict=True):
-            if fqn not in excluded and not (alike_only and is_sharded(buffer)):
-                found[f"buffer {fqn!r}"] = buffer
-        return found
-
-    @property
-    def params_alike(self) -> list[torch.Tensor]:
-        """Parameters that are the same on all tensor-parallel ranks."""
-        return [entry.param for entry in self.entries if entry.block is None or entry.block.is_whole]
-
-    @property
-    def buffers_alike(self) -> list[torch.Tensor]:
-        """Buffers that are the same on all tensor-parallel ranks."""
-        return [buffer for buffer in self.buffers if not is_sharded(buffer)]
+    def alike(self, is_tensor: bool = True) -> tuple[list[OwnParam], dict[str, torch.Tensor]]:
+        """Return what is the same on all tensor-parallel ranks; everything unless `is_tensor`."""
+        params = [e for e in self.entries if not is_tensor or e.block is None or e.block.is_whole]
+        return params, {fqn: each for fqn, each in self.buffers.items() if not (is_tensor and is_sharded(each))}
 
 
-def parts_of(entries: Sequence[Entry], most: int | None) -> Iterator[list[Entry]]:
-    """Return consecutive parts of parameters, each of at most `most` elements, or of one parameter that has more."""
-    part: list[Entry] = []
+def parts_of(entries: Sequence[Any], most: int | None) -> Iterator[list[Any]]:
+    """Yield consecutive parts of parameters, each of at most `most` elements, or of one parameter that has more."""
+    part: list[Any] = []
     held = 0
     for entry in entries:
         if part and most is not None and held + entry.numel > most:
@@ -269,13 +244,8 @@ def own_params(
         options: those of the unit. Parameters of modules that stay in full precision are not grouped with others.
         mesh: the ranks of the unit; needed for the blocks of DTensors.
         others: those of parameters that are sharded over other ranks.
-
-    Raises:
-        ShardingError: a DTensor has placements that are no blocks of it.
-        ValueError: they are on several devices, or on one on which the ranks of the unit cannot communicate; or one is
-            tied to a parameter of another unit.
     """
-    ignored, device = options.ignored, options.device
+    ignored, full_precision = options.ignored, options.full_precision
     found: dict[nn.Parameter, OwnParam] = {}
     is_apart: dict[nn.Parameter, bool] = {}
     buffers: dict[torch.Tensor, str] = {}
@@ -283,7 +253,10 @@ def own_params(
     def visit(module: nn.Module, prefix: str, counted: str) -> None:
         if is_unit(module):
             return
-        for name, param in [*module._parameters.items(), *_hidden_in(module)]:
+        # Parameters that another unit of the model owns may be attributes, see `OwnParam.deregister`.
+        attributes = [each for each in module.__dict__.items() if isinstance(each[1], nn.Parameter)]
+        hidden = [(name, value) for name, value in attributes if hidden_fqn(value)]
+        for name, param in [*module._parameters.items(), *hidden]:
             if param is None or param in ignored.params:
                 continue
             if unit_fqn(param) is not None:
@@ -291,9 +264,9 @@ def own_params(
                     f"parameter {prefix + name!r} is tied to {unit_fqn(param)!r}, which belongs to a unit "
                     "that is already wrapped: wrap the smallest module that holds both instead"
                 )
-            _check_kind(param, prefix + name, module)
-            is_apart[param] = is_apart.get(param, False) or isinstance(module, options.full_precision)
+            is_apart[param] = is_apart.get(param, False) or isinstance(module, full_precision)
             if param not in found:
+                _refuse_subclass(param, f"the parameter {prefix + name!r}", module)
                 found[param] = _own_param(param, prefix + name, len(found), others.get(param, mesh))
                 found[param].counted_fqn = counted + name
             entry = found[param]
@@ -303,7 +276,7 @@ def own_params(
                 entry.places.append((module, name))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer not in ignored.buffers:
-                _refuse_subclass(buffer, f"the buffer {prefix + name!r}")
+                _refuse_subclass(buffer, f"the buffer {prefix + name!r}", module)
                 buffers.setdefault(buffer, prefix + name)
         number = 0
         for name, child in module._modules.items():
@@ -315,12 +288,12 @@ def own_params(
         prefix = f"{index}." if len(roots) > 1 else ""
         visit(root, prefix, prefix)
     devices = {entry.param.device: entry.fqn for entry in found.values()}
-    if len(devices) > 1 and device is None:
+    if len(devices) > 1 and options.device is None:
         places = ", ".join(f"{fqn!r} on {device}" for device, fqn in devices.items())
         raise ValueError(
             f"the parameters of one unit are on several devices ({places}): move them to one, or pass device_id"
         )
-    here = device or next(iter(devices), None)
+    here = options.device or next(iter(devices), None)
     there = None if mesh is None else mesh.dtensor_ranks.device
     if here is not None and there is not None and here.type != there.type:
         kinds = " + ".join(type(each).__name__ for each in roots)
@@ -330,9 +303,8 @@ def own_params(
         )
     groups: dict[tuple[torch.dtype, bool, bool], list[OwnParam]] = {}
     for param, entry in found.items():
-        kind = (param.dtype, param.requires_grad, is_apart[param])
-        groups.setdefault(kind, []).append(entry)
-    return OwnParams(list(groups.values()), list(buffers), list(buffers.values()))
+        groups.setdefault((param.dtype, param.requires_grad, is_apart[param]), []).append(entry)
+    return OwnParams(list(groups.values()), {name: buffer for buffer, name in buffers.items()})
 
 
 def _own_param(param: nn.Parameter, fqn: str, index: int, mesh: UnitMesh | None) -> OwnParam:
@@ -347,34 +319,21 @@ def _own_param(param: nn.Parameter, fqn: str, index: int, mesh: UnitMesh | None)
         )
     leaf = nn.Parameter(local_block(param), requires_grad=param.requires_grad)
     leaf.__dict__.update(param.__dict__)
-    return OwnParam(leaf, fqn, [], index=index, block=_block_of(fqn, param, mesh), whole=param)
-
-
-def _block_of(fqn: str, param: DTensor, unit_mesh: UnitMesh) -> TensorBlock:
-    """Not collective. The blocks of a parameter on all ranks of the mesh.
-
-    Raises:
-        ShardingError: a placement that is no block of values, or along a dimension that the parameter does not have.
-    """
     try:
         blocks = blocks_of(param)
     except ShardingError as error:
         raise ShardingError(f"parameter {fqn!r}: {error}") from None
-    boxes = tuple(blocks[rank] for rank in unit_mesh.ranks("tensor"))
-    return TensorBlock(tuple(param.shape), boxes, unit_mesh.tensor.rank, tuple(param.placements))
+    boxes = tuple(blocks[rank] for rank in mesh.ranks("tensor"))
+    block = TensorBlock(tuple(param.shape), boxes, mesh.tensor.rank, tuple(param.placements))
+    return OwnParam(leaf, fqn, [], index=index, block=block, whole=param)
 
 
-def _check_kind(param: nn.Parameter, fqn: str, module: nn.Module) -> None:
-    if isinstance(param, UninitializedParameter):
+def _refuse_subclass(tensor: torch.Tensor, what: str, module: nn.Module) -> None:
+    """Refuse a tensor that computes, or keeps its values, in a way of its own, or has no shape."""
+    if isinstance(tensor, UninitializedParameter):
         raise ValueError(
-            f"parameter {fqn!r} of a lazy {type(module).__name__} has no shape yet: run a forward of the module before "
-            "wrapping it"
+            f"{what} of a lazy {type(module).__name__} has no shape yet: run a forward of the module before wrapping it"
         )
-    _refuse_subclass(param, f"the parameter {fqn!r}")
-
-
-def _refuse_subclass(tensor: torch.Tensor, what: str) -> None:
-    """Refuse a tensor that computes, or keeps its values, in a way of its own."""
     kind, plain = type(tensor), nn.Parameter
     only_named = issubclass(kind, plain) and all(
         getattr(kind, name) is getattr(plain, name) for name in ("__torch_function__", "__torch_dispatch__")
@@ -387,17 +346,8 @@ def _refuse_subclass(tensor: torch.Tensor, what: str) -> None:
         )
 
 
-def _hidden_in(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters of a module that another unit of the model owns, see ``OwnParam.deregister``."""
-    attributes = module.__dict__.items()
-    return [(name, value) for name, value in attributes if isinstance(value, nn.Parameter) and hidden_fqn(value)]
-
-
 def move_buffers(root: nn.Module, device: torch.device, *, ignored: Ignored = NOTHING_IGNORED) -> None:
-    """Move buffers outside of units to a device, except ignored ones and those on the meta device.
-
-    Of the parameters only the shards will go there, with their units: a model may be larger than a device.
-    """
+    """Move buffers outside of units to a device, except ignored ones and those on the meta device; no parameters."""
     params = list(root.parameters())
     left = {*params, *(param.grad for param in params), *ignored.params, *ignored.buffers}
 

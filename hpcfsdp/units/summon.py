@@ -13,14 +13,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from hpcfsdp import _compat
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.engine.unit import TrainingState
 from hpcfsdp.errors import EngineError
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.params.flat_param import FlatParam, set_grad
-from hpcfsdp.units.flat_unit import FlatUnit, clean_path, flat_param_name, units_in
-from hpcfsdp.units.tensor_parallel import dtensors_shown
+from hpcfsdp.units.flat_unit import FlatUnit, TensorView, clean_path, flat_param_name, units_in
+from hpcfsdp.units.own import hide, unit_fqn
+from hpcfsdp.units.unit_mesh import describe_mesh
 
 
 @dataclass(frozen=True)
@@ -35,19 +38,12 @@ class UnshardArgs:
 
 @dataclass
 class _Unsharded:
-    """One flat parameter while it is unsharded.
-
-    Attributes:
-        present: whether this rank holds the whole values.
-        at_rest: data and gradients of the leaves before.
-        full, grad: 1-D, whole; None where this rank does not hold them.
-    """
+    """One flat parameter while it is unsharded."""
 
     flat: FlatParam
-    present: bool
-    at_rest: list[tuple[torch.Tensor, torch.Tensor | None]]
-    full: torch.Tensor | None = None
-    grad: torch.Tensor | None = None
+    at_rest: list[tuple[torch.Tensor, torch.Tensor | None]]  # data and gradients of the leaves before
+    full: torch.Tensor | None  # 1-D, whole, as the gradient; None where this rank does not hold it
+    grad: torch.Tensor | None
 
 
 def validate_unshard_params_args(args: UnshardArgs, unit: FlatUnit) -> None:
@@ -162,27 +158,25 @@ def unshard_fsdp_state_params(unit: FlatUnit, args: UnshardArgs) -> list[_Unshar
     unsharded = []
     for flat in unit.sharded_params:
         flat.adopt_user_data()
-        first = flat.comm.rank == 0 and (flat.replicas is None or flat.replicas.rank == 0)
         at_rest = [(leaf.data, leaf.grad) for leaf in flat.leaves]
-        whole = _Unsharded(flat, first or not args.rank0_only, at_rest)
-        whole.full = _gathered(flat, flat.parameter.data, args)
-        if args.with_grads and _has_grad(flat):
-            whole.grad = _gathered(flat, _shard_grad(flat), args)
-        unsharded.append(whole)
+        full = _gathered(flat, flat.parameter.data, args)
+        grad = _gathered(flat, _shard_grad(flat), args) if args.with_grads and _has_grad(flat) else None
+        unsharded.append(_Unsharded(flat, at_rest, full, grad))
     return unsharded
 
 
 @contextlib.contextmanager
 def unflatten_as_params(unit: FlatUnit, unsharded: list[_Unsharded]) -> Iterator[None]:
     """Return a context in which the original parameters show the whole values, registered in their modules."""
-    for whole in unsharded:
-        if whole.present:
-            _show(whole)
+    present = [(whole.flat, whole) for whole in unsharded if whole.full is not None]
+    for flat, whole in present:
+        grads = [None] * len(flat.leaves) if whole.grad is None else flat.views(whole.grad)
+        _set_leaves(flat, zip(flat.views(whole.full), grads, strict=True))
     deregister_flat_param(unit)
     register_orig_params(unit)
-    present = {leaf for whole in unsharded if whole.present for leaf in whole.flat.leaves}
+    leaves = {leaf for flat, _ in present for leaf in flat.leaves}
     try:
-        with dtensors_shown([view for view in unit.views if view.leaf in present]):
+        with _dtensors_shown([view for view in unit.views if view.leaf in leaves]):
             yield
     finally:
         _adopt_replaced(unit)
@@ -221,22 +215,15 @@ def deregister_orig_params(unit: FlatUnit) -> None:
 
 @torch.no_grad()
 def writeback_to_local_shard(whole: _Unsharded, args: UnshardArgs) -> None:
-    """Write the values of the leaves into the shard. Collective over the process groups under `rank0_only`.
-
-    Raises:
-        EngineError: a parameter has another shape than before.
-    """
+    """Write the values of the leaves into the shard. Collective over the process groups under `rank0_only`."""
     flat = whole.flat
     _store(whole, flat.parameter.data, [leaf.data for leaf in flat.leaves], args)
     if not args.with_grads or not _has_grad(flat):
         return
     zero = torch.zeros((), dtype=flat.layout.dtype, device=flat.device)
-    grads = [
-        leaf.grad if leaf.grad is not None else zero.expand(slot.shape)
-        for leaf, slot in zip(flat.leaves, flat.layout.slots, strict=True)
-    ]
+    pairs = zip(flat.leaves, flat.layout.slots, strict=True)
     shard = _shard_grad(flat)
-    _store(whole, shard, grads, args)
+    _store(whole, shard, [zero.expand(slot.shape) if leaf.grad is None else leaf.grad for leaf, slot in pairs], args)
     if flat.use_orig_params:
         for (_, grad), part in zip(whole.at_rest, flat.shard_views(shard), strict=True):
             if grad is not None:
@@ -247,21 +234,26 @@ def _gathered(flat: FlatParam, shard: torch.Tensor, args: UnshardArgs) -> torch.
     """Return the whole values; None on ranks that do not get them. Collective over the shards."""
     comm, shard = flat.comm, shard.to(flat.comm.device)
     target = torch.device("cpu") if args.offload_to_cpu else flat.device
+    if args.rank0_only and flat.replicas is not None and flat.replicas.rank != 0:
+        return None
+    full = None if args.rank0_only and comm.rank != 0 else shard.new_empty(flat.layout.padded_numel)
     if args.rank0_only:
-        if flat.replicas is not None and flat.replicas.rank != 0:
-            return None
-        full = shard.new_empty(flat.layout.padded_numel) if comm.rank == 0 else None
         comm.gather(None if full is None else list(full.chunk(comm.size)), shard.contiguous(), 0)
-        return None if full is None else full.to(target)
-    full = shard.new_empty(flat.layout.padded_numel)
-    comm.all_gather_into_tensor(full, shard.contiguous())
-    return full.to(target)
+    else:
+        comm.all_gather_into_tensor(full, shard.contiguous())
+    return None if full is None else full.to(target)
 
 
 def _store(whole: _Unsharded, shard: torch.Tensor, values: list[torch.Tensor], args: UnshardArgs) -> None:
     """Write this rank's runs of whole values into a tensor laid out like the shard. Collective under `rank0_only`."""
     flat, layout = whole.flat, whole.flat.layout
-    problem = _changed_shape(flat, values) if whole.present else None
+    problem = None
+    for value, slot in zip(values, layout.slots, strict=True) if whole.full is not None else ():
+        if value.shape != slot.shape:
+            problem = problem or (
+                f"{slot.fqn!r} has shape {tuple(value.shape)} at the end of summon_full_params, and had "
+                f"{tuple(slot.shape)}: shapes of sharded parameters cannot be changed"
+            )
     if args.rank0_only:  # the others will wait for rank 0's values
         if flat.replicas is None or flat.replicas.rank == 0:
             problem = flat.comm.broadcast_object(problem)
@@ -287,23 +279,6 @@ def _store(whole: _Unsharded, shard: torch.Tensor, values: list[torch.Tensor], a
     if flat.replicas is not None:
         flat.replicas.broadcast(received, 0)
     shard.copy_(received)
-
-
-def _changed_shape(flat: FlatParam, values: list[torch.Tensor]) -> str | None:
-    for value, slot in zip(values, flat.layout.slots, strict=True):
-        if value.shape != slot.shape:
-            return (
-                f"{slot.fqn!r} has shape {tuple(value.shape)} at the end of summon_full_params, and had "
-                f"{tuple(slot.shape)}: shapes of sharded parameters cannot be changed"
-            )
-    return None
-
-
-def _show(whole: _Unsharded) -> None:
-    flat = whole.flat
-    assert whole.full is not None
-    grads = [None] * len(flat.leaves) if whole.grad is None else flat.views(whole.grad)
-    _set_leaves(flat, zip(flat.views(whole.full), grads, strict=True))
 
 
 def _set_leaves(flat: FlatParam, shown: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
@@ -348,3 +323,62 @@ def _shard_grad(flat: FlatParam) -> torch.Tensor:
         if leaf.grad is not None and leaf.grad.shape == part.shape:
             part.copy_(leaf.grad)
     return shard
+
+
+@contextlib.contextmanager
+def _dtensors_shown(views: Iterable[TensorView]) -> Iterator[None]:
+    """Return a context in which modules hold ``DTensor`` parameters in the memory of leaves, their blocks.
+
+    What was assigned instead is copied into the leaves, collectively over the mesh if its placements are others.
+    """
+    shown: list[tuple[TensorView, nn.Parameter]] = []
+    try:
+        for view in views:
+            leaf = view.leaf
+            param = nn.Parameter(_shown(view, leaf.data), requires_grad=leaf.requires_grad)
+            param.__dict__.update(leaf.__dict__)
+            shown.append((view, param))
+            _compat.set_grad_of_any_dtype(param, None if leaf.grad is None else _shown(view, leaf.grad))
+            for module, name in view.places:
+                module._parameters[name] = param
+        yield
+    finally:
+        replaced: list[tuple[TensorView, nn.Parameter, nn.Parameter | None]] = []
+        for view, param in shown:  # modules hold the leaves again
+            hide(param)
+            held = [module._parameters.get(name) for module, name in reversed(view.places)]
+            replaced.append((view, param, next((now for now in held if now is not None and now is not param), None)))
+            for module, name in view.places:
+                module._parameters[name] = view.leaf
+                module.__dict__.pop(name, None)
+        for view, param, assigned in replaced:
+            leaf, now = view.leaf, param if assigned is None else assigned
+            if assigned is None:
+                leaf.requires_grad_(param.requires_grad)
+            values, grad = _local(view, now.detach()), None
+            if values.data_ptr() != leaf.data_ptr() or values.shape != leaf.shape:
+                leaf.data = values.to(leaf)
+            if now.grad is not None:
+                grad = _local(view, now.grad)
+            if grad is None or leaf.grad is None or grad.data_ptr() != leaf.grad.data_ptr():
+                set_grad(leaf, grad)
+
+
+def _shown(view: TensorView, block: torch.Tensor) -> DTensor:
+    """Return a ``DTensor`` in the memory of a block, on any device."""
+    return _compat.dtensor(_compat.at_its_storage(block), *view.placed)
+
+
+def _local(view: TensorView, tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh != view.mesh:
+            raise EngineError(
+                f"{unit_fqn(view.leaf)!r} was given a DTensor on the ranks {describe_mesh(tensor.device_mesh)} "
+                f"within summon_full_params, and is on {describe_mesh(view.mesh)}: give it one on the same mesh"
+            )
+        if tensor.placements != view.block.placements:
+            tensor = tensor.redistribute(view.mesh, view.block.placements)
+        return _compat.local_of(tensor)
+    if tuple(tensor.shape) == view.block.shape:
+        tensor = tensor[view.block.box.slices]
+    return tensor

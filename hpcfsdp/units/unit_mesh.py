@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.tensor import Replicate, Shard as ShardAlong
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import Placement, Replicate, Shard as ShardAlong
 
 from hpcfsdp import _compat, accelerator, env
 from hpcfsdp.comm import Communicator, communicator_for
@@ -31,27 +30,19 @@ log = logging.getLogger("hpcfsdp.groups")
 
 
 class GroupCache:
-    """Groups made for the current process group and the current world. It keeps neither of these alive.
-
-    Methods are collective over the ranks that they name, the first time.
-    """
+    """Groups of the current process group and world, neither kept alive. They are made collectively, the first time."""
 
     def __init__(self) -> None:
         world = current_world()
         self._process_group = weakref.ref(dist.group.WORLD, self._forget)
         self._world = weakref.ref(world) if world is not None else None
         self._made: dict[tuple[Any, ...], Any] = {}  # meshes by the name of their group: not by the group, to let it go
-        self._given: weakref.WeakKeyDictionary[Communicator, weakref.ref[dist.ProcessGroup]]
-        self._given = weakref.WeakKeyDictionary()
+        self._given: weakref.WeakKeyDictionary[Communicator, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self._global_ranks: weakref.WeakKeyDictionary[Communicator, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
     @classmethod
     def current(cls) -> GroupCache:
-        """Not collective.
-
-        Raises:
-            RuntimeError: torch.distributed has not been initialised.
-        """
+        """Not collective. Return the one that is made for torch.distributed as it is initialised now."""
         global _current
         if dist.group.WORLD is None:
             raise RuntimeError("torch.distributed has no process group yet: call hpcfsdp.init() first")
@@ -89,10 +80,8 @@ class GroupCache:
         return self.subgroup(tuple(sorted(mesh.mesh.flatten().tolist())))
 
     def joined(self, data: Communicator, tensor: Communicator) -> tuple[Communicator, tuple[tuple[int, int], ...]]:
-        """Return a communicator over the ranks of `data`, and of the subgroups that other ranks of `tensor` pass.
-
-        Also, for each of its ranks, the rank in its subgroup, and the rank of that subgroup in `tensor`.
-        """
+        """Return a communicator over the ranks of `data`, and of the subgroups that other ranks of `tensor` pass; and
+        for each of its ranks, the rank in its subgroup, and the rank of that subgroup in `tensor`."""
         key = "joined", self.global_ranks(data), self.global_ranks(tensor)
         if key not in self._made:
             subgroups = tensor.all_gather_object(key[1])
@@ -119,10 +108,8 @@ class GroupCache:
         """Return a communicator of the same ranks whose collectives do not wait for those of `comm`.
 
         On an accelerator those of one communicator run in the order of their calls. How gathers and reductions follow
-        each other depends on the gradients of a rank, and may differ between ranks.
-
-        Args:
-            narrow: for values of 16 bits or less, which go between nodes once for each node.
+        each other depends on the gradients of a rank, and may differ between ranks. Values of 16 bits or less, for
+        which it is `narrow`, go between nodes once for each node.
         """
         if not isinstance(comm, TorchGroupCommunicator) or not accelerator.is_accelerator(comm.device) or comm.size < 2:
             return comm
@@ -189,20 +176,21 @@ class GroupCache:
 
     def topology(self) -> Topology:
         """Return which of them share a node. Collective over all ranks of the world."""
-        return self._cached(("topology",), _topology)
+
+        def make() -> Topology:
+            everyone, world = communicator_for(None, required=True), current_world()
+            known = world.topology if world is not None else getattr(everyone, "topology", None)
+            # torch.distributed alone does not know nodes.
+            found = known or Topology.from_labels(everyone.all_gather_object(env.host_name()))
+            if found.num_nodes == 1 and everyone.rank == 0:
+                size = everyone.size
+                log.info("HYBRID_SHARD on one node: the model is sharded over its %d rank(s), with one replica", size)
+            return found
+
+        return self._cached(("topology",), make)
 
 
 _current: GroupCache | None = None
-
-
-def _topology() -> Topology:
-    everyone, world = communicator_for(None, required=True), current_world()
-    known = world.topology if world is not None else getattr(everyone, "topology", None)
-    # torch.distributed alone does not know nodes.
-    found = known or Topology.from_labels(everyone.all_gather_object(env.host_name()))
-    if found.num_nodes == 1 and everyone.rank == 0:
-        log.info("HYBRID_SHARD on one node: the model is sharded over its %d rank(s), with one replica", everyone.size)
-    return found
 
 
 def rank_names(comm: Communicator) -> tuple[int, ...]:
@@ -221,23 +209,16 @@ class UnitMesh:
     of tensor-parallel parameters. Methods with dimensions as arguments are about the ranks that differ from this one in
     these alone, and without arguments about all ranks of the unit. A dimension that the mesh does not have counts as
     one rank. Methods that communicate or make groups raise a ``RuntimeError`` before torch.distributed is initialised.
-
-    Attributes:
-        strategy: never None.
-        along: the communicator of each dimension: "shard" unless the strategy is ``NO_SHARD``, "replicate" under that
-            and the hybrid ones, "tensor" for units of a tensor-parallel model.
-        data: over "replicate" and "shard"; None for a pair of groups that is not the world.
-        grid: int64, replicas x shards, ranks of `data`; None if that is None.
-        device_mesh: the user's: (replicate, shard), or one of them.
-        tensor_mesh: of the unit's DTensors; None without "tensor".
     """
 
     strategy: ShardingStrategy
+    # "shard" unless the strategy is NO_SHARD, "replicate" under that and the hybrid ones, "tensor" for units of a
+    # tensor-parallel model
     along: Mapping[Dim, Communicator]
-    data: Communicator | None
-    grid: np.ndarray | None
-    device_mesh: DeviceMesh | None = None
-    tensor_mesh: DeviceMesh | None = None
+    data: Communicator | None  # over "replicate" and "shard"; None for a pair of groups that is not the world
+    grid: np.ndarray | None  # int64, replicas x shards, ranks of `data`; None if that is None
+    device_mesh: DeviceMesh | None = None  # the user's: (replicate, shard), or one of them
+    tensor_mesh: DeviceMesh | None = None  # of the unit's DTensors; None without "tensor"
 
     @cached_property
     def shard(self) -> Communicator:
@@ -288,10 +269,8 @@ class UnitMesh:
         return all(comm.rank == 0 for comm in self._chosen(dims).values())
 
     def comm(self, *dims: Dim) -> Communicator | Grid:
-        """Return a communicator over them. Collective over these ranks, the first time.
-
-        For both data dimensions of a pair of groups that is not the world it is a ``Grid``.
-        """
+        """Return a communicator over them, a ``Grid`` for both data dimensions of a pair of groups that is not the
+        world. Collective over these ranks, the first time."""
         chosen = dict(self._chosen(dims))
         tensor = chosen.pop("tensor", None)
         if not chosen:
@@ -318,9 +297,7 @@ class UnitMesh:
         return [self.data] if self.data is not None else [self.along["shard"], self.along["replicate"]]
 
     def ranks(self, *dims: Dim) -> tuple[int, ...]:
-        """Return their numbers in torch's default group, in ``comm``'s order. Collective over these ranks, the first
-        time.
-        """
+        """Return their ranks in torch's default group, in ``comm``'s order. Collective over these, the first time."""
         return GroupCache.current().global_ranks(self.comm(*dims))
 
     @cached_property
@@ -332,29 +309,22 @@ class UnitMesh:
     def copies(self) -> np.ndarray:
         """Collective over all ranks, the first time; needs `data`. int64, shards x replicas: the ranks of ``comm()``
         that have each shard, the one that writes it first. With several blocks those of the first block."""
-        return self._all_ranks[:, :, 0].T
+        return self.ranks_by_dim()[:, :, 0].T
 
     @cached_property
     def block_copies(self) -> np.ndarray:
         """Collective over all ranks, the first time; needs `data`. int64: for each rank of ``comm(dtensor_dim,
         "tensor")`` the ranks of ``comm()`` that have the same block and shard."""
-        rows = self._all_ranks if self.dtensor_dim == "replicate" else self._all_ranks.swapaxes(0, 1)
+        rows = self.ranks_by_dim() if self.dtensor_dim == "replicate" else self.ranks_by_dim().swapaxes(0, 1)
         return np.array([rows[place, :, block] for place, block in self.places])
 
-    @cached_property
-    def _all_ranks(self) -> np.ndarray:
-        return self.ranks_by_dim()
-
     def ranks_by_dim(self, *dims: Dim) -> np.ndarray:
-        """Return the ranks of ``comm(*dims)``: int64, replicas x shards x tensor-parallel ranks. Collective over these
-        ranks, the first time. Both data dimensions need `data`.
-        """
+        """Return the ranks of ``comm(*dims)``: int64, replicas x shards x tensor-parallel ranks. Collective over them,
+        the first time. Both data dimensions need `data`."""
         chosen = self._chosen(dims)
         data = [comm for name, comm in chosen.items() if name != "tensor"]
-        if len(data) == 2 or not dims:
-            assert self.grid is not None
-            grid = self.grid
-        else:
+        grid = self.grid
+        if len(data) < 2 and dims:
             ranks = np.arange(data[0].size if data else 1)
             grid = ranks[:, None] if "replicate" in chosen else ranks[None]
         if "tensor" not in chosen:
@@ -368,13 +338,8 @@ class UnitMesh:
         return ranks[grid]
 
     def placed(self, block: TensorBlock | None) -> tuple[DeviceMesh, list[Placement]]:
-        """Mesh and placements of a ``DTensor`` of the unit. Collective over all ranks of the unit, the first time.
-
-        Rows are cut along the last data dimension; along "tensor" the placements are those of `block`.
-
-        Args:
-            block: of the parameter; None for one that is not cut over tensor-parallel ranks.
-        """
+        """Mesh and placements of a ``DTensor`` of the unit. Collective over all ranks of the unit, the first time. Rows
+        are cut along the last data dimension; along "tensor" the placements are those of `block`, if any."""
         outer, inner = self.torch_mesh(), self.tensor_mesh
         data: list[Placement] = [Replicate()] * (outer.ndim - 1) + [ShardAlong(0)]
         if inner is None:
@@ -387,16 +352,10 @@ class UnitMesh:
         return joined, [placed[name] for name in joined.mesh_dim_names]
 
     def placed_rows(self, block: TensorBlock | None, dim: int) -> tuple[DeviceMesh, list[Placement]]:
-        """Mesh and placements of rows of a parameter. Collective over all ranks of the unit, the first time.
-
-        Args:
-            block: of which each rank has rows; None for a parameter that is not tensor-parallel.
-            dim: along which it is cut.
-        """
+        """Mesh and placements of rows of a parameter, or of its `block`. Collective likewise. It is cut along `dim`."""
         outer = self.torch_mesh()
-        data: list[Placement] = [Replicate()] * (outer.ndim - 1) + [ShardAlong(dim)]
         if block is None:
-            return outer, data
+            return outer, [Replicate()] * (outer.ndim - 1) + [ShardAlong(dim)]
         mesh, placements = self.placed(block)
         names = mesh.mesh_dim_names
         last = outer.mesh_dim_names[-1] if outer.mesh_dim_names else None

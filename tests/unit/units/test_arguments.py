@@ -8,7 +8,7 @@ from torch.distributed.fsdp import wrap as torch_wrap
 
 from hpcfsdp import wrap
 from hpcfsdp.units.arguments import check_ties, choose_units, resolve_ignored
-from hpcfsdp.units.options import Ignored
+from hpcfsdp.units.own import Ignored
 from tests.unit.units.units import mark_as_unit
 
 

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcfsdp.units.arguments import resolve_ignored
 from hpcfsdp.units.materialize import materialize
-from hpcfsdp.units.options import Ignored
+from hpcfsdp.units.own import Ignored
 from tests.unit.units.units import mark_as_unit
 
 CPU = torch.device("cpu")

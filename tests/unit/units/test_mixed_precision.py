@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.fsdp import FullyShardedDataParallel, MixedPrecision
 from hpcfsdp.units.mixed_precision import cast_buffers, find_full_precision, keep_full_precision
-from hpcfsdp.units.options import Ignored, UnitOptions
+from hpcfsdp.units.own import Ignored, UnitOptions
 from tests.unit.units.units import mark_as_unit
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16

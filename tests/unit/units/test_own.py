@@ -4,8 +4,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from hpcfsdp.fsdp import MixedPrecision
-from hpcfsdp.units.options import Ignored, UnitOptions
-from hpcfsdp.units.own import UNIT, move_buffers, own_params
+from hpcfsdp.units.own import UNIT, Ignored, UnitOptions, label, move_buffers, own_params
 from tests.unit.units.units import mark_as_unit
 
 
@@ -66,7 +65,7 @@ def test_a_module_registered_twice_has_its_parameters_under_both_names():
 def test_all_buffers_but_those_of_wrapped_units_are_found():
     model = Model()
     found = own_params([model]).buffers
-    assert [id(buffer) for buffer in found] == [id(model.kept), id(model.scratch)]
+    assert [id(buffer) for buffer in found.values()] == [id(model.kept), id(model.scratch)]
 
 
 def test_a_deregistered_parameter_stays_an_attribute_at_every_place():
@@ -83,7 +82,7 @@ def test_a_deregistered_parameter_stays_an_attribute_at_every_place():
 def test_a_parameter_that_another_unit_has_taken_is_named():
     model = Model()
     for entry in own_params([model.first]).groups[0]:
-        entry.label()
+        label(entry.param, entry.fqn, entry.shape)
     with pytest.raises(ValueError) as caught:
         own_params([nn.Sequential(model.second)])
     assert str(caught.value) == (

@@ -1,8 +1,7 @@
 """Modules that are units, without ranks that shard them."""
 
 from hpcfsdp.units.flat_unit import FlatUnit
-from hpcfsdp.units.options import Ignored, UnitOptions
-from hpcfsdp.units.own import OwnParams
+from hpcfsdp.units.own import Ignored, OwnParams, UnitOptions
 
 
 def mark_as_unit(module, ignored=None):
