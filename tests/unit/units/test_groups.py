@@ -52,7 +52,7 @@ def make_world(monkeypatch, fake_torch):
 def enter(world, monkeypatch):
     """Have it be the current world for the rest of the test."""
     monkeypatch.setattr(hpcfsdp.world, "_world", world)
-    monkeypatch.setattr(torch_group, "_default", world.communicator)
+    monkeypatch.setattr(torch_group, "default", world.communicator)
     return world
 
 
