@@ -297,9 +297,8 @@ class CheckpointManager:
                 return info
         if found:
             lines = "".join(f"\n  {path.name}: {problem}" for path, problem in self.passed_over)
-            unloadable = CheckpointCorruptError(f"{self.directory}: none of its checkpoints can be loaded:{lines}")
-            unloadable.raised_on_all_ranks = True
-            raise unloadable
+            text = f"{self.directory}: none of its checkpoints can be loaded:{lines}"
+            raise CheckpointCorruptError(text).on_all_ranks()
         return None
 
     def _load(

@@ -202,12 +202,10 @@ class Order:
         for rank, other in enumerate(paths):
             for index, (first, second) in enumerate(zip_longest(paths[0], other, fillvalue="nothing more")):
                 if first != second:
-                    error = DisagreementError(
+                    return DisagreementError(
                         f"ranks run modules in different orders: at event {index + 1} of step {self.iterations} rank 0 "
                         f"runs {first}, but rank {rank} runs {second}. {_ALIKE}"
-                    )
-                    error.raised_on_all_ranks = True
-                    return error
+                    ).on_all_ranks()
         return None
 
 

@@ -121,9 +121,7 @@ def _agree(comm: Communicator, described: dict[str, str]) -> None:
     digest = hashlib.blake2b(repr(list(described.items())).encode(), digest_size=16).digest()
     if len(set(comm.all_gather_object(digest))) == 1:
         return
-    error = DisagreementError(_difference(comm.all_gather_object(described)))
-    error.raised_on_all_ranks = True
-    raise error
+    raise DisagreementError(_difference(comm.all_gather_object(described))).on_all_ranks()
 
 
 def _difference(everyone: Sequence[dict[str, str]]) -> str:

@@ -54,9 +54,7 @@ def broadcast_values(ranks: Communicator | Grid, values_of: Callable[[], Any], s
     except HpcfsdpError as error:
         if type(error) is not HpcfsdpError:
             raise
-        known = StateDictError(str(error))  # other ranks may not know its class
-        known.raised_on_all_ranks = True
-        raise known from None
+        raise StateDictError(str(error)).on_all_ranks() from None  # other ranks may not know its class
     # Ranks broadcast bytes: an object that fails while it is pickled or unpickled would leave the others waiting.
     packed = ranks.broadcast_object(packed, src)
     with raise_together(ranks):

@@ -147,12 +147,10 @@ def _check_alike(comm: Communicator | Grid, units: list[FlatUnit], asked: list[t
         for unit, first, there in zip(units, everyone[0], other, strict=True):
             if first == there:
                 continue
-            error = StateDictError(
+            raise StateDictError(
                 f"ranks have different state_dict_type settings: {unit.name} gives {first} on rank 0, and {there} on "
                 f"rank {rank}: call set_state_dict_type with the same arguments on all ranks"
-            )
-            error.raised_on_all_ranks = True
-            raise error
+            ).on_all_ranks()
 
 
 @contextlib.contextmanager

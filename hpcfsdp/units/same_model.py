@@ -125,9 +125,7 @@ def _compare_parameters(everyone: Sequence[list], differs: Sequence[bool], names
 
 
 def _differing(what: str) -> DisagreementError:
-    error = DisagreementError(f"ranks wrap different models: {what}")
-    error.raised_on_all_ranks = True
-    return error
+    return DisagreementError(f"ranks wrap different models: {what}").on_all_ranks()
 
 
 def _described(slot: ParamSlot) -> str:

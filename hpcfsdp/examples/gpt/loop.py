@@ -302,15 +302,12 @@ def on_rank_0(world: World, work: Callable[[], Result]) -> Result:
             error = caught
     result, error = world.host.broadcast_object((result, error))
     if error is not None:
-        error.raised_on_all_ranks = True
-        raise error
+        raise error.on_all_ranks()
     return result
 
 
 def _diverged(what: str) -> HpcfsdpError:
-    error = HpcfsdpError(
+    return HpcfsdpError(
         f"{what}: training has diverged; the last checkpoint is from before that. Try a lower optim.lr or a longer "
         "optim.warmup_steps"
-    )
-    error.raised_on_all_ranks = True
-    return error
+    ).on_all_ranks()
