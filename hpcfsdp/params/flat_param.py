@@ -57,9 +57,7 @@ class FlatParam(ShardedParams):
         super().__init__(layout, comm, device=device, reduce_comm=reduce_comm, replicas=replicas, dtypes=dtypes)
         self.leaves = tuple(leaves)  # the original parameters, in the order of the layout's slots
         self.use_orig_params = self.steps_leaves = self.steps_each = use_orig_params
-        self.trained = any(
-            leaf.requires_grad for leaf in self.leaves
-        )  # of all; with `use_orig_params` each has its own
+        self.trained = any(leaf.requires_grad for leaf in self.leaves)  # of all, unless each has its own
         self._places = [(slot.shape, contiguous_strides(slot.shape), slot.offset) for slot in layout.slots]
         self._gaps = layout.gaps()
         runs = {run.index: slice(run.offset, run.offset + run.numel) for run in layout.runs(comm.rank)}
@@ -84,9 +82,8 @@ class FlatParam(ShardedParams):
             self._buffer = Transient(self.comm, self.layout.padded_numel, compute, self.device)
         self.parameter = nn.Parameter(shard, requires_grad=trained)
         self._others: dict[torch.dtype, tuple[Buffer, tuple[torch.Tensor, ...]]] = {}  # and their views
-        self.places: Sequence[
-            Sequence[tuple[nn.Module, str]]
-        ] = ()  # by leaf, modules that should hold it, with its name
+        # By leaf, the modules that should hold it, with its name there.
+        self.places: Sequence[Sequence[tuple[nn.Module, str]]] = ()
         # Called where a module holds another parameter; may call `replace_leaf`.
         self.on_assigned: Callable[[], None] | None = None
         self._shard = shard  # a user may assign other data to ``parameter``
