@@ -511,19 +511,17 @@ def test_ranks_with_different_buffers_raise_before_anything_is_written(tmp_path,
 
 def test_the_memory_of_a_gathered_tensor_is_free_before_the_next_one_is_gathered():
     class Buffer(GatherBuffer):
-        memory = torch.empty(6)
-
-        def tensors(self):
-            return [self.memory]
+        def __init__(self):
+            self.memory = {0: torch.empty(6)}
 
         def gather(self):
             values = np.arange(6, dtype=np.float32)
-            self.values, self.memory.data = weakref.ref(values), torch.from_numpy(values)
+            self.values, self.memory[0].data = weakref.ref(values), torch.from_numpy(values)
 
         scatter = None
 
     buffer = Buffer()
-    tensors = [replace(replicated("w", buffer.memory), buffer=buffer)]
+    tensors = [replace(replicated("w", buffer.memory[0]), buffer=buffer)]
     memory_of = memory_of_blocks(plan_save([("model", tensor) for tensor in tensors], 1), tensors)
     buffer.gather()
     assert memory_of(0).view(torch.float32).tolist() == list(range(6))
