@@ -1,7 +1,5 @@
 """``FSDPModule``: what ``fully_shard`` adds to the class of a module."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence

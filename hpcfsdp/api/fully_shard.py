@@ -1,7 +1,5 @@
 """``fully_shard``: modules keep their class and names, and their parameters become rows in ``DTensor`` parameters."""
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """A gradient scaler for sharded gradients."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names, shapes and dtypes of a model's parameters without sharding, for parameter groups by shape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The wrapper's methods for state dicts of model and optimizer, by the names of torch's FSDP."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The arguments of ``FullyShardedDataParallel``: checked before anything is changed; what is ignored; policies."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 from typing import Any

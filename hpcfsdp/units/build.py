@@ -1,7 +1,5 @@
 """Construction of units, in which ranks compare their models, and of the ``Root`` when a model is first called."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import uuid

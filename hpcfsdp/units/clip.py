@@ -1,7 +1,5 @@
 """The norm of all gradients of a sharded model, clipping by it, and a warning where ranks clip by themselves."""
 
-from __future__ import annotations
-
 import math
 import warnings
 import weakref

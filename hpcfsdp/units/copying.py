@@ -1,7 +1,5 @@
 """``copy.deepcopy`` of sharded models, without gradients and hooks on parameters. Shards are copied, none gathered."""
 
-from __future__ import annotations
-
 import copy
 import uuid
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The mesh of a unit from the user's arguments: groups, pairs of groups, meshes, or nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any

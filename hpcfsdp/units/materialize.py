@@ -1,7 +1,5 @@
 """Memory and values for modules built on the meta device; parameters that get no value are an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Mixed precision of modules: buffers, modules that stay in full precision, and full precision in eval mode."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any

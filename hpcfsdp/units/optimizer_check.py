@@ -1,7 +1,5 @@
 """Checks before an optimizer steps: it steps the shards, and computes on them what it computes on whole tensors."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import functools

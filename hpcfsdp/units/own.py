@@ -1,7 +1,5 @@
 """What a unit owns: its parameters and buffers, found in the module tree, and labelled; and what was chosen for it."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Comparison of the models of all ranks: the same parameters with the same initial values."""
 
-from __future__ import annotations
-
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Gathered values are copies in the dtype of the shards. Each rank has its own: ot
 writes before it is written back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator
