@@ -4,8 +4,6 @@ The general way, ``state.model`` and ``state.optim``, names every tensor of a mo
 with equal facts gives the same names and ranks again, so their values can be copied from these tensors at once.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Torch goes through the modules of a plain model one by one. It hands each unit i
 calls hooks on the way. All units are loaded at the end of that, or none.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping

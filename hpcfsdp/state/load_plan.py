@@ -1,7 +1,5 @@
 """Which value of a state dict goes where in a model: found by the modules' own loading, without changing anything."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

@@ -1,7 +1,5 @@
 """A model's ranks, and its parameters and buffers as named state tensors, sharded or not."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

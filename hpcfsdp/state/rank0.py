@@ -1,7 +1,5 @@
 """State dicts that rank 0 of a model alone has: small values are broadcast at once, each tensor when it is loaded."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A model's state dict: whole, sharded or local, under the names that the model has without wrappers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Tensors are whole on all ranks, whole on rank 0, or in chunks of rows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import functools

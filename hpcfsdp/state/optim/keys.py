@@ -1,7 +1,5 @@
 """The parameters of an optimizer: their names in the model, and their keys in the optimizer's state dict."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

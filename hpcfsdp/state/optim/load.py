@@ -1,7 +1,5 @@
 """The state of a whole model's optimizer as this rank's optimizer loads it: checked on all ranks, then scattered."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterable, Mapping

@@ -3,8 +3,6 @@
 Nothing is sent and nothing changed. ``load`` fills it from a state dict, ``in_file`` from a checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Values of optimizer state: those of a first step; small ones compared, hashed, copied, and made fit to be sent."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import hashlib
