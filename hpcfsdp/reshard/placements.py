@@ -33,7 +33,7 @@ def block_at(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Pla
     """Return the one block at a place of a mesh of a shape, as ``mesh_blocks``, without those of the other ranks."""
     _check_blocks(placements)
     spans = []
-    for size, mesh_dims in zip(shape, _mesh_dims(tuple(shape), tuple(placements)), strict=True):
+    for size, mesh_dims in zip(shape, _mesh_dims(shape, mesh, placements), strict=True):
         part = [(0, size)]
         for axis, strides in mesh_dims:
             part = _strided_part(part, mesh[axis], strides, place[axis])
@@ -90,7 +90,7 @@ def rows_on_mesh(
         corners = [(of_rank[0].offsets[0], of_rank[0].sizes[0]) if of_rank else (0, 0) for of_rank in boxes]
         begins, sizes = np.array(corners, np.int64).reshape(-1, 2).T
         return begins, begins + sizes
-    mesh_dims = _mesh_dims(tuple(shape), tuple(placements))
+    mesh_dims = _mesh_dims(shape, ranks.shape, placements)
     if any(ranks.shape[axis] > 1 for of_dim in mesh_dims[1:] for axis, _ in of_dim):
         return None
     begins = np.zeros(tuple(ranks.shape), np.int64)
@@ -106,10 +106,6 @@ def rows_on_mesh(
 def _spans_by_place(
     shape: Sequence[int], ranks: torch.Tensor, placements: Sequence[Placement]
 ) -> list[tuple[list[tuple[int, int]], ...]]:
-    if len(placements) != ranks.ndim:
-        raise ShardingError(
-            f"{len(placements)} placement(s) were given for a mesh of {ranks.ndim} dimension(s): give one for each"
-        )
     find = _cached_spans if ranks.numel() <= _CACHED_RANKS else _spans_on_mesh
     return find(tuple(shape), tuple(ranks.shape), tuple(placements))
 
@@ -118,7 +114,7 @@ def _spans_on_mesh(
     shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> list[tuple[list[tuple[int, int]], ...]]:
     """Return the parts of each dimension, as (begin, end), by place of a mesh in row-major order."""
-    mesh_dims = _mesh_dims(shape, placements)
+    mesh_dims = _mesh_dims(shape, mesh, placements)
     tables = [_spans(size, [(mesh[axis], n) for axis, n in of]) for size, of in zip(shape, mesh_dims, strict=True)]
     return [
         tuple(table[tuple(place[axis] for axis, _ in of)] for table, of in zip(tables, mesh_dims, strict=True))
@@ -129,8 +125,14 @@ def _spans_on_mesh(
 _cached_spans = functools.lru_cache(maxsize=64)(_spans_on_mesh)  # a model has few shapes, and many tensors
 
 
-def _mesh_dims(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> list[list[tuple[int, int]]]:
+def _mesh_dims(
+    shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement]
+) -> list[list[tuple[int, int]]]:
     """Return the (dimension of the mesh, strides) that shard each dimension of a tensor, in order."""
+    if len(placements) != len(mesh):
+        raise ShardingError(
+            f"{len(placements)} placement(s) were given for a mesh of {len(mesh)} dimension(s): give one for each"
+        )
     mesh_dims: list[list[tuple[int, int]]] = [[] for _ in shape]
     for axis, placement in enumerate(placements):
         if placement.is_replicate():

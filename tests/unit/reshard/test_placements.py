@@ -175,14 +175,16 @@ def test_strides_that_one_rank_has_are_one_block():
     ("placements", "message"),
     [
         ([Shard(0)], r"1 placement\(s\) were given for a mesh of 2 dimension\(s\)"),
+        ([Shard(0), Replicate(), Replicate()], r"3 placement\(s\) were given for a mesh of 2 dimension\(s\)"),
         ([Shard(0), Partial()], r"\(Shard\(dim=0\), Partial\(sum\)\) has no values of its own: redistribute it first"),
         ([Replicate(), Shard(2)], r"shape \[4, 6\] has no dimension 2"),
         ([Replicate(), Shard(-3)], r"shape \[4, 6\] has no dimension -3"),
     ],
 )
-def test_placements_that_are_no_cut(placements, message):
+@pytest.mark.parametrize("divide", [mesh_boxes, rows_on_mesh])
+def test_placements_that_are_no_cut(divide, placements, message):
     with pytest.raises(ShardingError, match=message):
-        mesh_boxes((4, 6), torch.arange(4).view(2, 2), placements)
+        divide((4, 6), torch.arange(4).view(2, 2), placements)
 
 
 @pytest.mark.parametrize("placement", [Partial(), _StridedShard(0, split_factor=2)], ids=str)
