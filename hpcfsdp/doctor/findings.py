@@ -52,6 +52,8 @@ def summary(findings: Iterable[Finding]) -> str:
 
 
 OLDEST = {"python": (3, 10), "torch": (2, 11), "mpi4py": (4, 0), "h5py": (3, 11)}
+TESTED = {"python": ((3, 11),), "torch": ((2, 13),)}
+"""Versions with which the tests have run; others are allowed."""
 
 
 def judge_software(facts: dict[str, Any]) -> Iterator[Finding]:
@@ -70,7 +72,10 @@ def judge_version(area: str, version: str, where: str = "") -> Finding:
     """Judge whether a version is new enough."""
     text = f"{version} ({where})" if where else version
     if numbers(version) >= OLDEST[area]:
-        return ok(area, text)
+        if numbers(version)[:2] in TESTED.get(area, (numbers(version)[:2],)):
+            return ok(area, text)
+        tested = ", ".join(".".join(map(str, each)) for each in TESTED[area])
+        return note(area, f"{text}: hpcfsdp was not tested with it", f"use {tested} where a doubt arises")
     hint = "use a newer python3 for the environment" if area == "python" else _install(area)
     return problem(area, f"{text} is older than {'.'.join(map(str, OLDEST[area]))}", hint)
 

@@ -83,6 +83,7 @@ def assert_losses(lines, expected):
     assert losses[0] == pytest.approx(losses[1], abs=2e-6)
 
 
+@pytest.mark.slow
 def test_the_tutorial_from_torchrun_to_slurm_keeps_the_losses(start, tmp_path):
     page = "docs/tutorials/slurm.md"
     shown = lines_of_page(page, "mpirun -n 2 python slurm_fsdp.py")
@@ -113,6 +114,7 @@ def test_the_tutorial_from_torchrun_to_slurm_goes_on_within_an_epoch(start, tmp_
     )
 
 
+@pytest.mark.slow
 def test_the_example_of_muon_learns(start, tmp_path):
     job = start(example(tmp_path, "muon.py"), ranks=2).wait()
     assert job.code == 0, job.stderr

@@ -151,7 +151,11 @@ def test_ranks_that_mpi_does_not_know_print_one_report(start):
     ("action", "failure"),
     [
         ("os.abort()", "initialising MPI ended the process (signal 6, SIGABRT)"),
-        ("from mpi4py import MPI; os.kill(os.getpid(), 11)", "initialising MPI ended the process (signal 11, SIGSEGV)"),
+        pytest.param(
+            "from mpi4py import MPI; os.kill(os.getpid(), 11)",
+            "initialising MPI ended the process (signal 11, SIGSEGV)",
+            marks=pytest.mark.slow,
+        ),
         ("time.sleep(1000)", "initialising MPI gave no answer within 8 s"),
     ],
     ids=["before MPI", "after MPI", "hangs"],

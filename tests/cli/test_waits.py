@@ -119,7 +119,11 @@ def run(start, tmp_path, text, ranks, **options):
     return start(script, ranks=ranks, **options).wait(250)
 
 
-@pytest.mark.parametrize(("ranks", "pairs"), [(2, OF_TWO), (3, OF_THREE)], ids=["two ranks", "three ranks"])
+@pytest.mark.parametrize(
+    ("ranks", "pairs"),
+    [(2, OF_TWO), pytest.param(3, OF_THREE, marks=pytest.mark.slow)],
+    ids=["two ranks", "three ranks"],
+)
 def test_ranks_in_different_calls_all_raise_naming_both(start, tmp_path, ranks, pairs):
     job = run(start, tmp_path, f"PAIRS = {pairs}" + TABLE, ranks)
     found = [line.split("|", 3) for line in job.stdout.splitlines()]

@@ -44,21 +44,22 @@ def levels(findings):
     ("area", "version", "level"),
     [
         ("python", "3.9.18", "problem"),
-        ("python", "3.10.0", "ok"),
-        ("python", "3.14.0rc1", "ok"),
+        ("python", "3.11.0", "ok"),
+        ("python", "3.14.0rc1", "note"),
         ("torch", "2.10.1+cu126", "problem"),
-        ("torch", "2.11.0", "ok"),
+        ("torch", "2.11.0", "note"),
         ("torch", "2.13.0a0+git1234", "ok"),
+        ("torch", "2.14.0", "note"),
         ("mpi4py", "3.1.6", "problem"),
         ("mpi4py", "4.0.0", "ok"),
         ("h5py", "3.9.0", "problem"),
         ("h5py", "3.11.0", "ok"),
     ],
 )
-def test_old_versions_are_problems(area, version, level):
+def test_old_versions_are_problems_and_untested_ones_notes(area, version, level):
     finding = findings.judge_version(area, version)
     assert (finding.level, version in finding.what) == (level, True)
-    assert bool(finding.hint) == (level == "problem")
+    assert bool(finding.hint) == (level != "ok")
 
 
 def test_a_missing_or_broken_package_is_a_problem():
