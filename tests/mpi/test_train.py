@@ -183,7 +183,7 @@ def test_one_replica_on_each_node_is_a_mesh(world, make_config, in_float64):
 
 @pytest.mark.ranks(4)
 def test_a_run_resumes_on_any_other_mesh(world, make_config, in_float64):
-    turns = meshes(world) + meshes(world)[::-1]
+    turns = [*meshes(world), meshes(world)[0]]
     values = {"model": MANY_HEADS, "steps": len(turns), "run_steps": 1}
     for step, mesh in enumerate(turns, start=1):
         config = make_config(mesh=mesh, **values)
@@ -625,14 +625,14 @@ def test_muon_trains_the_same_on_every_mesh_and_goes_on_on_any_other(world, make
         return dataclasses.replace(made, optimizer="muon")
 
     found = []
-    for number, mesh in enumerate(meshes(world)):
+    for number, mesh in enumerate(meshes(world)[::2]):
         config = configured(f"run {number}", mesh)
         run(config, world)
         found.append([record["loss"] for record in records(config)])
-    for mesh in meshes(world):
+    for mesh in meshes(world)[::2]:
         config = configured("turns", mesh, run_steps=1)
         run(config, world)
-    steps = len(meshes(world))
+    steps = len(meshes(world)[::2])
     found.append([record["loss"] for record in records(config)] + found[0][steps:])
     for losses in found[1:]:
         # The iteration is in float32, whatever the parameters are.

@@ -224,6 +224,7 @@ def test_state_of_fully_shard(world, shared_path, name, way):
 
 @pytest.mark.ranks(4, 2)
 @pytest.mark.meshes
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["muon", "adafactor", "soap"])
 @mesh_cases.each_mesh
 def test_state_of_tensor_parallel_models(shape, name, shared_path):
