@@ -31,7 +31,7 @@ parser.add_argument("--timeout", metavar="SECONDS", type=float, default=60.0, he
 def main(arguments: Sequence[str]) -> int:
     """Examine and print; the exit code is the same on every rank. Collective over all processes of the job."""
     options = parser.parse_args(arguments)
-    if not options.timeout > 0:
+    if not 0 < options.timeout < float("inf"):
         raise UsageError(f"--timeout must be a positive number of seconds, not {options.timeout:g}")
     return examine(options.timeout, _print_as_json if options.json else _print_as_text)
 

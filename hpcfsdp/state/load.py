@@ -351,6 +351,8 @@ def _load_all(parts: list[LoadWithin]) -> None:
     for part, units in zip(parts, units_of_parts, strict=True):
         try:
             finish(part.plan, units, part.keys)
+        except CrossedCallsError:
+            raise
         except Exception as error:  # the others are to have their extra states, and may be on other ranks
             problem = problem or error
     if problem is not None:

@@ -103,8 +103,9 @@ def test_help_needs_no_mpi(hpcfsdp, fake):
     assert "--timeout SECONDS" in done.stdout
 
 
-def test_a_wrong_time_limit_is_refused(command):
-    done = command("doctor", "--timeout", "0")
+@pytest.mark.parametrize("seconds", ["0", "nan", "inf"])
+def test_a_wrong_time_limit_is_refused(command, seconds):
+    done = command("doctor", "--timeout", seconds)
     assert (done.code, done.stdout) == (2, "")
     assert "--timeout must be a positive number" in done.stderr
 

@@ -24,7 +24,7 @@ def checkpoint_path(directory: str | Path, step: int) -> Path:
 def new_token() -> str:
     """Return unique to a save: 8 random hexadecimal digits, then digits of this process, for ``was_abandoned``."""
     pid = os.getpid()
-    return f"{secrets.token_hex(4)}{_system()}{pid:06x}{int(lock.started(pid)):010x}"
+    return f"{secrets.token_hex(4)}{_system()}{pid:06x}{int(lock.started(pid) or 0):010x}"
 
 
 def partial_path(path: Path, token: str) -> Path:
@@ -45,8 +45,8 @@ def abandoned_partials(path: Path, now_s: float) -> list[Path]:
 def was_abandoned(part: Path, now_s: float) -> bool:
     """Return whether a file's process has ended on this system, or its last write is ``ABANDONED_AFTER_S`` ago."""
     made_by = _MADE_BY.search(part.name)
-    if made_by is not None and lock.system() and made_by[1] == _system():
-        runs = lock.runs(int(made_by[2], 16), str(int(made_by[3], 16)))
+    if made_by is not None and lock.system() and made_by[1] == _system() and (started := int(made_by[3], 16)):
+        runs = lock.runs(int(made_by[2], 16), str(started))
         if runs is not None:
             return not runs
     with contextlib.suppress(FileNotFoundError):  # its saver has finished or removed it since

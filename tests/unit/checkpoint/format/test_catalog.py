@@ -69,10 +69,14 @@ def test_a_partial_file_that_vanishes_is_none_that_was_left(tmp_path, monkeypatc
     assert abandoned_partials(path, left.stat().st_mtime + ABANDONED_AFTER_S + 1) == [left]
 
 
-@pytest.mark.parametrize(("system", "ended"), [("boot and namespace", True), ("", False)])
-def test_processes_are_looked_for_only_where_the_system_is_known(tmp_path, monkeypatch, system, ended):
+@pytest.mark.parametrize(
+    ("system", "start", "ended"),
+    [("boot and namespace", "7", True), ("", "7", False), ("boot and namespace", "", False)],
+)
+def test_processes_are_looked_for_only_where_the_system_is_known(tmp_path, monkeypatch, system, start, ended):
     """Where it is not, the process may run on another node: only the last write tells whether it has ended."""
     monkeypatch.setattr(lock, "system", lambda: system)
+    monkeypatch.setattr(lock, "started", lambda pid: start)
     part = partial_path(tmp_path / "step-5.h5", new_token())
     part.touch()
     monkeypatch.setattr(lock, "runs", lambda pid, began: False)
