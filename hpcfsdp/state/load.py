@@ -4,9 +4,10 @@ Torch goes through the modules of a plain model one by one. It hands each unit i
 calls hooks on the way. All units are loaded at the end of that, or none.
 """
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -326,37 +327,35 @@ def _load_all(parts: list[LoadWithin]) -> None:
     Errors that modules raise after values are loaded, in extra states and hooks, undo nothing, as in a unit by itself:
     all units are loaded then, too.
     """
-    problem: Exception | None = None
+    problems: list[Exception] = []
     units_of_parts: list[list[FlatUnit]] = []
     for part in parts:
-        try:
+        with _noting(problems):  # units may be on other ranks, which are at the next one
             units_of_parts.append(agree(part.plan, part.check)[0])
-        except CrossedCallsError:
-            raise
-        except Exception as error:  # units may be on other ranks, which are at the next one
-            problem = problem or error
     for part in parts:
-        try:
-            with raise_together(ranks_of_model(part.module)):
-                if problem is not None:
-                    raise problem
-        except CrossedCallsError:
-            raise
-        except Exception as error:
-            problem = problem or error
-    if problem is not None:
-        raise problem
+        with _noting(problems), raise_together(ranks_of_model(part.module)):
+            if problems:
+                raise problems[0]
+    if problems:
+        raise problems[0]
     for part in parts:
         commit(part.plan, None)
     for part, units in zip(parts, units_of_parts, strict=True):
-        try:
+        with _noting(problems):  # the others are to have their extra states, and may be on other ranks
             finish(part.plan, units, part.keys)
-        except CrossedCallsError:
-            raise
-        except Exception as error:  # the others are to have their extra states, and may be on other ranks
-            problem = problem or error
-    if problem is not None:
-        raise problem
+    if problems:
+        raise problems[0]
+
+
+@contextlib.contextmanager
+def _noting(problems: list[Exception]) -> Iterator[None]:
+    """Append an error of the block; raise it where the others are in another call, and so make no further one."""
+    try:
+        yield
+    except CrossedCallsError:
+        raise
+    except Exception as error:
+        problems.append(error)
 
 
 @own_hook

@@ -142,3 +142,9 @@ def test_no_graph_is_recorded():
 
 def test_only_an_average_is_divided_by_the_number_of_ranks():
     assert [Reduction(op, torch.float32, 8).divisor for op in OPS] == [1, 8, 1, 1, 1, 1, 1, 1]
+
+
+def test_averages_of_integers_are_rounded_towards_zero():
+    output = torch.empty(3, dtype=torch.int32)
+    reduce_into(output, list(torch.tensor([[-3, 3, -4], [0, 0, 0]])), "average", torch.int64, divisor=2)
+    assert output.tolist() == [-1, 1, -2]
