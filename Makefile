@@ -173,6 +173,10 @@ test-slow: $(STAMP) $(MPICH_STAMP) .venv/.test-report-installed
 	  echo "== MPI tests on $$n rank(s), each under all numbers of ranks that it is for"; \
 	  timeout --kill-after=30 3600 $(MPIRUN) -n $$n $(PY) -m pytest tests/mpi --with-mpi --more-ranks -m "slow or not slow" || exit 1; \
 	done
+	@for n in 1 2 4; do \
+	  echo "== tests on a simulated accelerator in each of $$n process(es), all cases"; \
+	  timeout --kill-after=30 2400 $(MPIRUN) -n $$n $(PY) -m pytest tests/accelerator --with-mpi --more-ranks || exit 1; \
+	done
 	timeout --kill-after=30 2400 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi/test_checkpoint_world.py --with-mpi -m slow
 	timeout --kill-after=30 3600 $(PY) -m pytest tests/slurm -m slow
 

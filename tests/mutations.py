@@ -221,7 +221,7 @@ FAULTS = (
     ),
     # Checkpoints.
     Fault(
-        "a truncated file is read",
+        "bytes that no footer counts are in a file",
         "checkpoint/format/footer.py",
         "if file_bytes != nbytes or length > nbytes:",
         "if length > nbytes:",
