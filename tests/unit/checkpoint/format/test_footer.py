@@ -53,8 +53,7 @@ def test_what_is_sealed_is_read_again(layout):
 @given(layouts(), st.integers(1, 20))
 @settings(max_examples=40)
 def test_bytes_before_the_footer_that_it_does_not_count_are_found(layout, more):
-    regions, data_end = layout
-    content = sealed(*layout)
+    (_, data_end), content = layout, sealed(*layout)
     longer = content[:data_end] + bytes(more) + content[data_end:]
     with pytest.raises(ValueError, match=f"of a file of {len(content)} bytes, it has {len(longer)}"):
         read_file_footer(longer)
