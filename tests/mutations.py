@@ -267,7 +267,7 @@ FAULTS = (
         "checkpoint/convert/pickles.py",
         'if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):',
         'if module == "torch":',
-        "tests/unit/checkpoint/convert/test_hostile_sources.py tests/unit/checkpoint/convert/test_source.py",
+        "tests/unit/checkpoint/convert/test_importing.py",
     ),
     Fault(
         "a difference at the end of a tensor has the wrong place",

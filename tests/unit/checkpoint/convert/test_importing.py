@@ -211,6 +211,15 @@ def test_nothing_of_a_dcp_folder_is_executed(tmp_path, place):
     assert os.listdir(tmp_path) == ["in"]
 
 
+@pytest.mark.parametrize("name", ["load", "save", "compile", "Tensor", "hub", "dtype", "missing"])
+def test_of_torch_itself_a_pickle_of_metadata_gets_dtypes_alone(name):
+    from hpcfsdp.checkpoint.convert.pickles import _MetadataUnpickler
+
+    with pytest.raises(CheckpointError, match=rf"asks for torch\.{name}"):
+        _MetadataUnpickler(io.BytesIO()).find_class("torch", name)
+    assert _MetadataUnpickler(io.BytesIO()).find_class("torch", "bfloat16") is torch.bfloat16
+
+
 @pytest.mark.parametrize(
     "name", ["FileSystemReader", "FileSystemWriter", "os.system", "pickle", "io.open", "_StorageWriterTransforms"]
 )

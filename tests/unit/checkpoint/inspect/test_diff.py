@@ -186,3 +186,8 @@ def test_damage_is_an_error_not_a_difference(write, flip):
     flip(b.info.path, int(b.rows_of("model/a")["byte_offset"][0]))
     with pytest.raises(CheckpointCorruptError, match="model/a"):
         compare(a, b)
+
+
+def test_the_place_of_a_difference_counts_the_parts_before_it():
+    parts = [(np.zeros(4, "f4"), np.zeros(4, "f4")), (np.zeros(2, "f4"), np.array([0, 3], "f4"))]
+    assert compare_tensor("t", TensorSpec("t", (2, 3), "float32"), parts) == ChangedTensor("t", 6, 1, 3.0, (1, 2), 0)
