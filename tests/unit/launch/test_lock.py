@@ -69,6 +69,7 @@ def test_a_job_that_its_scheduler_starts_again_takes_its_folder_back(tmp_path, h
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     hold(host="elsewhere", system="other", restart="0")
+    assert lock.training_in(tmp_path) is None  # at once, although the file was just touched
     acquire(tmp_path)
     hold(host="elsewhere", restart="1")
     with pytest.raises(UsageError, match=r"job 77, process .* on elsewhere"):  # another step of the same job
