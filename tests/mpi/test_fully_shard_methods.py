@@ -93,6 +93,17 @@ def test_unsharded_before_the_forward_and_within_it(world, row_meshes, ours_on):
     same(program, row_meshes["torch"], ours_on)
 
 
+@pytest.mark.parametrize("reshard", [True, False, 1])
+def test_a_choice_of_one_rank_keeps_values_after_the_forward(world, row_meshes, reshard):
+    mesh = row_meshes["torch"]
+    layer = ours.fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=reshard)
+    model = ours.fully_shard(nn.Sequential(layer, nn.Linear(4, 1)), mesh=mesh)
+    loss = model(torch.ones(1, 4)).sum()
+    assert isinstance(layer.weight, DTensor) is (reshard is True)
+    loss.backward()
+    assert isinstance(layer.weight, DTensor)
+
+
 def test_what_modules_hold_after_forward_and_backward(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         model, found = make(fsdp, mesh), []

@@ -61,7 +61,8 @@ def test_a_replicated_tensor_is_kept_by_all_and_written_by_rank_0():
     state = replicated("w", tensor, ("v",))
     assert (state.name, state.shape, state.dtype, state.aliases) == ("w", (2, 3), torch.int16, ("v",))
     assert (state.runs.edges.tolist(), state.runs.ranks.tolist()) == ([0, 6], [[0]])
-    assert state.pieces == (LocalPiece(0, tensor),)
+    (piece,) = state.pieces
+    assert piece.start == 0 and piece.tensor is tensor
 
 
 def test_no_rank_writes_a_tensor_without_elements():
