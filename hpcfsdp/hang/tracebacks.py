@@ -35,11 +35,13 @@ class UncaughtError:
 def error_of(rank: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> UncaughtError:
     """Not collective. Return the uncaught error of this rank."""
     whole = traceback.TracebackException(kind, error, trace)
-    stack, part = [], whole
-    while part is not None:
-        stack.append(part.exc_type.__name__ if part.exc_type else "")
-        stack += [f"{frame.filename}:{frame.lineno}" for frame in part.stack]
+    stack: list[str] = []
+    part: traceback.TracebackException | None = whole
+    each: BaseException | None = error
+    while part is not None and each is not None:  # in parallel: Python 3.13 deprecates the class in the former
+        stack += [type(each).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in part.stack)]
         part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
     last = "".join(whole.format_exception_only()).strip()
     return UncaughtError(rank, env.host_name(), time.time(), "\n".join(stack), "".join(whole.format()), last)
 
