@@ -311,7 +311,7 @@ FAULTS = (
         "2 * self._longest_s + _SPARE_S",
         "0",
         "tests/mpi/test_preemption.py",
-        2,
+        3,
     ),
     # What a user looks at.
     Fault(
@@ -327,7 +327,7 @@ FAULTS = (
         "loss / weight if weight else",
         "sums.loss / sums.weight if weight else",
         "tests/mpi/test_observe.py",
-        2,
+        3,
     ),
     Fault(
         "the learning rate is never the lowest",

@@ -52,7 +52,7 @@ def summary(findings: Iterable[Finding]) -> str:
 
 
 OLDEST = {"python": (3, 10), "torch": (2, 11), "mpi4py": (4, 0), "h5py": (3, 11)}
-TESTED = {"python": ((3, 11),), "torch": ((2, 13),)}
+TESTED = {"python": ((3, 10), (3, 11), (3, 12), (3, 13)), "torch": ((2, 13),)}
 """Versions with which the tests have run; others are allowed."""
 
 

@@ -44,7 +44,7 @@ def levels(findings):
     ("area", "version", "level"),
     [
         ("python", "3.9.18", "problem"),
-        ("python", "3.11.0", "ok"),
+        ("python", "3.10.0", "ok"),
         ("python", "3.14.0rc1", "note"),
         ("torch", "2.10.1+cu126", "problem"),
         ("torch", "2.11.0", "note"),
