@@ -27,6 +27,7 @@ __all__ = [
     "pytest_runtest_makereport",
     "pytest_unconfigure",
     "shared_path",
+    "thorough",
     "world",
 ]
 
@@ -107,6 +108,12 @@ def world():
     made = hpcfsdp.init("cpu")
     yield made
     hpcfsdp.finalize()
+
+
+@pytest.fixture(scope="session")
+def thorough(request):
+    """Whether a test that goes through many cases by itself is to take all of them, as in make test-slow."""
+    return request.config.getoption("more_ranks")
 
 
 @pytest.fixture

@@ -223,7 +223,7 @@ def layouts(world):
 
 
 @pytest.mark.ranks(4, 2)
-def test_any_placement_is_loaded_into_any_other(world, shared_path):
+def test_any_placement_is_loaded_into_any_other(world, shared_path, thorough):
     torch.manual_seed(3)
     values = {
         "odd": torch.randn(7, 5, 3),
@@ -238,7 +238,7 @@ def test_any_placement_is_loaded_into_any_other(world, shared_path):
         dcp.save({"model": state}, storage_writer=HDF5Writer(path))
         if world.rank == 0:
             assert open_index(path).tensors["model/odd"].shape == (7, 5, 3)
-        for other_mesh, other_places in (found * 2)[number + 1 : number + 4]:
+        for other_mesh, other_places in found if thorough else (found * 2)[number + 1 : number + 4]:
             target = {
                 name: distribute_tensor(torch.zeros_like(value), other_mesh, other_places)
                 for name, value in values.items()

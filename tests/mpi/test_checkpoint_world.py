@@ -104,8 +104,9 @@ def check_all_pairs(world, folder, layouts, writer):
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.ranks(4)
-def test_any_number_of_ranks_goes_on_from_the_file_of_any_other(world, shared_path, writer):
-    layouts = [Layout(world, *layout) for layout in ((1,), (3,), (4,), (4, 2))]
+def test_any_number_of_ranks_goes_on_from_the_file_of_any_other(world, shared_path, writer, thorough):
+    layouts = [(1,), (3,), (4,), (4, 2), *([(2,), (4, 1)] if thorough else [])]
+    layouts = [Layout(world, *layout) for layout in layouts]
     check_all_pairs(world, shared_path, layouts, writer)
 
 

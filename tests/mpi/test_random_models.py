@@ -14,15 +14,16 @@ pytestmark = [
 ]
 
 
-def seeds(world):
+@pytest.fixture
+def seeds(world, thorough):
     """Other models under each number of ranks."""
-    return range(6 * world.size, 6 * world.size + 6)
+    return range(6 * world.size, 6 * world.size + (12 if thorough else 6))
 
 
 @pytest.mark.parametrize("transport", ["shared memory", "messages"])
 @pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
-def test_wrapped(world, groups, transport, original):
-    for seed in seeds(world):
+def test_wrapped(world, seeds, groups, transport, original):
+    for seed in seeds:
         model, units = random_models.make(seed, world.size)
         expected = random_models.trained(model, world.size)
         policy = CustomPolicy(lambda module, units=units: module in units)
@@ -32,8 +33,8 @@ def test_wrapped(world, groups, transport, original):
 
 
 @pytest.mark.parametrize("transport", ["shared memory", "gloo"])
-def test_fully_sharded(world, row_meshes, transport):
-    for seed in seeds(world):
+def test_fully_sharded(world, seeds, row_meshes, transport):
+    for seed in seeds:
         model, units = random_models.make(seed, world.size)
         expected = random_models.trained(model, world.size)
         for unit in [*units, model]:

@@ -182,8 +182,8 @@ def test_one_replica_on_each_node_is_a_mesh(world, make_config, in_float64):
 
 
 @pytest.mark.ranks(4)
-def test_a_run_resumes_on_any_other_mesh(world, make_config, in_float64):
-    turns = [*meshes(world), meshes(world)[0]]
+def test_a_run_resumes_on_any_other_mesh(world, make_config, in_float64, thorough):
+    turns = meshes(world) + (meshes(world)[::-1] if thorough else meshes(world)[:1])
     values = {"model": MANY_HEADS, "steps": len(turns), "run_steps": 1}
     for step, mesh in enumerate(turns, start=1):
         config = make_config(mesh=mesh, **values)
@@ -619,20 +619,20 @@ def test_a_folder_that_is_removed_in_a_training_is_reported_and_made_again(world
 
 
 @pytest.mark.ranks(4, 2)
-def test_muon_trains_the_same_on_every_mesh_and_goes_on_on_any_other(world, make_config, in_float64):
+def test_muon_trains_the_same_on_every_mesh_and_goes_on_on_any_other(world, make_config, in_float64, thorough):
     def configured(name, mesh, **values):
         made = make_config(name, model=MANY_HEADS, mesh=mesh, steps=4, **values)
         return dataclasses.replace(made, optimizer="muon")
 
-    found = []
-    for number, mesh in enumerate(meshes(world)[::2]):
+    found, chosen = [], meshes(world)[:: 1 if thorough else 2]
+    for number, mesh in enumerate(chosen):
         config = configured(f"run {number}", mesh)
         run(config, world)
         found.append([record["loss"] for record in records(config)])
-    for mesh in meshes(world)[::2]:
+    for mesh in chosen:
         config = configured("turns", mesh, run_steps=1)
         run(config, world)
-    steps = len(meshes(world)[::2])
+    steps = len(chosen)
     found.append([record["loss"] for record in records(config)] + found[0][steps:])
     for losses in found[1:]:
         # The iteration is in float32, whatever the parameters are.
