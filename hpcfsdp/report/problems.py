@@ -138,7 +138,7 @@ def _memory(run: RunFolder) -> Iterator[Problem]:
     series = run.series
     steps, peaks = series.points("memory.peak_bytes")
     _, capacities = series.points("memory.capacity_bytes")
-    if len(peaks) and len(capacities) and peaks.max() > HIGH_MEMORY_SHARE * capacities[-1]:
+    if len(peaks) and len(capacities) and peaks.max() > HIGH_MEMORY_SHARE * capacities[-1] > 0:
         place, whole = int(np.argmax(peaks)), float(capacities[-1])
         peak, step = float(peaks[place]), int(steps[place])
         rank = series.column("memory.peak_rank")[np.searchsorted(series.steps, step)]

@@ -129,6 +129,10 @@ def test_memory_near_the_capacity(plain):
     assert "memory" not in found_in(plain)
 
 
+def test_a_capacity_of_zero_is_unknown(plain):
+    assert "memory" not in found_in(changed(plain, lambda one: one["memory"].update(capacity_bytes=0)))
+
+
 def test_memory_that_grows(plain):
     problem = found_in(changed(plain, lambda one: one["memory"].update(peak_bytes=(10 + one["step"] / 100) * GIB)))
     assert "from 10.6 GiB to 13.5 GiB" in problem["memory_grows"].text
