@@ -75,7 +75,7 @@ class FlatSharding(Sharding):
     """
 
     def __init__(self, layout: FlatLayout, index: int, ranks_by_dim: RanksByDim) -> None:
-        """Take a slot of the layout of any tensor-parallel rank. If there is one, a block counts as the whole."""
+        """Take a slot of the layout of any tensor-parallel rank. If there is but one, a block counts as the whole."""
         slot, (self._ranks, self._places) = layout.slots[index], ranks_by_dim
         self._fqn, self._index, self._layout = slot.fqn, index, layout
         self._has_blocks = self._ranks.shape[2] > 1
@@ -195,7 +195,7 @@ SLACK = 0.05  # share of the mean load by which a rank may exceed it with tensor
 
 
 def choose_owners(shardings: Sequence[Sharding], costs: Sequence[float], size: int, move_cost: float) -> list[int]:
-    """Return the owner of each tensor, among `size` ranks. It costs that, and to move an element costs `move_cost`.
+    """Return the owners of tensors among `size` ranks: each has its `costs` there, each element that moves `move_cost`.
 
     First each tensor, the most expensive ones before, stays with the rank that has most of it, unless that rank would
     have more than its share of the cost. The rest go one by one to the rank that is done first.

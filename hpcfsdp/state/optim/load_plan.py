@@ -275,7 +275,7 @@ class LoadPlan:
         if not any(self.states.values()) and (optim is None or not any(optim.state.values())):
             return
         for own_key, (name, *_) in self._names_of.items():
-            held: Mapping[str, Any] = {} if optim is None else optim.state.get(self.params[own_key], {})
+            held: Mapping[str, Any] = (None if optim is None else optim.state.get(self.params[own_key])) or {}
             names = sorted(map(str, held))
             if name in self.entries or name in self.unsharded:
                 lacking = sorted(str(state) for state in held if state not in self.states[name])

@@ -521,6 +521,9 @@ def test_a_parameter_without_state_that_has_none_yet(run_ranks, original, caplog
         model, optimizer = make(comm, original)
         found = to_load(model, optimizer, given)
         assert same(found["state"], expected_state(model, optimizer, given["state"]))
+        give(model, optimizer, given["state"])
+        optimizer.state.update({param: None for param in model.parameters() if param not in optimizer.state})
+        assert same(to_load(model, optimizer, given), found)  # None is no state either
         give(model, optimizer, whole_states(Net()))
         return same(to_load(model, optimizer, given, strict=False), found)
 
