@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hpcfsdp.comm.mpi import messages as mpi_messages
+from hpcfsdp.comm.progress import Condition
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
@@ -217,3 +218,18 @@ def test_calls_that_are_the_same_pass_the_comparison_in_any_order_of_waiting(mak
         for work in works if (comm.rank + turn) % 2 else reversed(works):
             work.wait()
         assert (one.tolist(), two.tolist()) == ([0.0] * 5, [10.0] * 5)
+
+
+def test_a_compared_collective_that_fails_has_ended_when_its_error_is_raised(several, make_comm):
+    comm, ended = make_comm(compare_calls=True), []
+
+    def collective(call):
+        try:
+            yield Condition(lambda: 1 / 0, list)
+        finally:
+            ended.append(call.sequence)
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        comm._run("a collective", False, collective)
+    assert caught.tb is not None  # the frames of the call, and all that they have
+    assert ended == [comm.calls]

@@ -298,8 +298,7 @@ class MpiCommunicator(Communicator):
         steps = collective(call, *arguments)
         if self.compare_calls and self.size > 1 and collective is not staged.all_reduce:  # which compares by itself
             texts = [f"{text} (call {self.calls})" for text in (label, call.label)]
-            parts = exchange.wait_for(self._current_call(*texts), range(self.size)), steps
-            steps = (condition for part in parts for condition in part)
+            steps = _after_comparison(self._current_call(*texts), steps)
         return self._start(steps, label, async_op, call.sequence)
 
     def _call(self, label: str) -> MpiCall:
@@ -366,6 +365,12 @@ class MpiCommunicator(Communicator):
                 f"{label} on rank {self.rank}: the communicator has been closed (hpcfsdp.finalize, or its process "
                 "group was destroyed)"
             )
+
+
+def _after_comparison(call: MpiCall, steps: Steps) -> Steps:
+    """Compare the calls of all ranks, then take the steps. Closing this closes them, also while a frame has them."""
+    yield from exchange.wait_for(call, range(call.size))
+    yield from steps
 
 
 _process = os.getpid()  # the process that may have started MPI: one that was forked from it cannot use MPI
