@@ -123,7 +123,9 @@ def shard_modules(
     watch_optimizers()
     container = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     with raise_together_over(mesh.subgroups()):
-        params = [p for p in container.parameters() if p.dim() and p not in ignored.params and own.unit_fqn(p) is None]
+        # Lazily: what is ignored may have no shape yet.
+        free = (param for param in container.parameters() if param not in ignored.params)
+        params = (param for param in free if param.dim() and own.unit_fqn(param) is None)
         chosen = {} if shard_placement_fn is None else {param: shard_placement_fn(param) for param in params}
     # Those of experts may be DTensors on ranks over which the others are sharded.
     infos = {param: getattr(placement, "mesh_info", None) for param, placement in chosen.items()}

@@ -544,6 +544,16 @@ def test_ignored_parameters(world, row_meshes, ours_on):
     same(program, row_meshes["torch"], ours_on)
 
 
+def test_parameters_that_have_no_shape_yet(world, ours_on):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"'1\.weight' of a lazy LazyLinear has no shape yet: run a forward of the"):
+        ours.fully_shard(model, mesh=ours_on)
+    ours.fully_shard(model, mesh=ours_on, ignored_params=set(model[1].parameters()))
+    model(torch.ones(2, 4)).sum().backward()
+    assert not isinstance(model[1].weight, DTensor)
+    assert model[1].weight.grad.shape == (3, 4)
+
+
 def test_several_calls_of_a_unit_in_one_forward_and_none(world, row_meshes, ours_on):
     class Twice(Net):
         def forward(self, ids):
