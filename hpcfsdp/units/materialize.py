@@ -263,7 +263,10 @@ def _fill(tensor: torch.Tensor) -> None:
         return
     is_integer = not (local.is_floating_point() or local.is_complex())
     with torch.no_grad():
-        local.fill_(_SENTINELS.get(local.dtype, 0) if is_integer else float("nan"))
+        if is_integer and local.dtype not in _SENTINELS:
+            local.zero_()  # `fill_` knows no integers of less than a byte
+        else:
+            local.fill_(_SENTINELS[local.dtype] if is_integer else float("nan"))
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:

@@ -311,6 +311,7 @@ def test_uninitialised_small_integers_are_zero():
             super().__init__()
             self.register_buffer("mask", torch.empty(64, dtype=torch.bool))
             self.register_buffer("bytes", torch.empty(64, dtype=torch.uint8))
+            self.register_buffer("nibbles", torch.empty(64, dtype=torch.uint4))
 
         def reset_parameters(self):
             pass
@@ -319,6 +320,7 @@ def test_uninitialised_small_integers_are_zero():
     make(module)
     assert not module.mask.any()
     assert not module.bytes.any()
+    assert not module.nibbles.view(torch.uint8).any()
 
 
 def test_what_is_left_on_the_meta_device_is_named():
