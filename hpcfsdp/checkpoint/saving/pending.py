@@ -11,7 +11,6 @@ import atexit
 import concurrent.futures
 import contextlib
 import contextvars
-import itertools
 import logging
 import os
 import threading
@@ -297,8 +296,10 @@ class PendingSave:
                         self._laying.result()
                 self._made_s = time.monotonic()
                 with raise_together(comm):
-                    self._put(itertools.chain([left] if left else (), first))
-                del left  # which may be a copy
+                    if left is not None:
+                        ring.put(left)
+                    del left  # which may be a copy
+                    self._put(first)
             for buffer in buffers:
                 buffer.gather()
                 with raise_together(comm):

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import threading
+import weakref
 from pathlib import Path
 
 import h5py
@@ -19,6 +20,7 @@ from hpcfsdp.checkpoint.format.disk import System
 from hpcfsdp.checkpoint.saving import pending
 from hpcfsdp.checkpoint.saving.pending import Task
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, UsageError
+from hpcfsdp.state.tensors import LocalPiece
 from tests.disks import using
 
 
@@ -147,6 +149,25 @@ def test_an_asynchronous_save_returns_before_the_disk_has_it(tmp_path):
         assert path.exists()
         checkpoint.load(path, model=model)
         assert torch.equal(model.weight, torch.full((2, 3), 2.0))
+
+
+def test_a_copy_of_a_tensor_with_holes_that_had_to_wait_for_room_is_not_kept(tmp_path, monkeypatch):
+    model, copies, most = nn.Module(), [], [0]
+    for number in range(8):
+        model.register_buffer(f"b{number}", torch.full((512, 1024), float(number)).t())
+
+    def noted(piece):
+        most[0] = max(most[0], sum(copy() is not None for copy in copies))
+        values = piece.tensor.detach().numpy().flatten()
+        copies.append(weakref.ref(values))
+        return torch.from_numpy(values)
+
+    monkeypatch.setattr(LocalPiece, "flat", noted)
+    with checkpoint.CheckpointManager(tmp_path, asynchronous=True, staging_bytes=schema.BLOCK_BYTES) as manager:
+        path = manager.save(1, model=model)
+    with h5py.File(path) as file:
+        assert [file[f"model/b{number}"][0, 0] for number in range(8)] == list(range(8))
+    assert most[0] == 2  # the last one, and the one before it, which has just gone into the ring
 
 
 def test_steps_alone_commit_it(tmp_path):
