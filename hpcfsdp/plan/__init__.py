@@ -4,23 +4,40 @@ Everything is arithmetic on the layouts that the engine itself uses. A model is 
 rank is started, and no rank is visited.
 """
 
-from hpcfsdp.plan.choice import Disk as Disk, Request as Request
-from hpcfsdp.plan.layouts import Precision as Precision, Setup as Setup
-from hpcfsdp.plan.links import (
-    DEVICES as DEVICES,
-    Link as Link,
-    Links as Links,
-    link_of as link_of,
-    measured_links as measured_links,
-)
+from hpcfsdp.plan.choice import Disk, Request
+from hpcfsdp.plan.layouts import Precision, Setup
+from hpcfsdp.plan.links import DEVICES, Link, Links, link_of, measured_links
 from hpcfsdp.plan.models import (
-    ModelSource as ModelSource,
-    from_factory as from_factory,
-    from_function as from_function,
-    from_numbers as from_numbers,
-    from_run as from_run,
-    from_transformers as from_transformers,
-    shape_of as shape_of,
+    ModelSource,
+    from_factory,
+    from_function,
+    from_numbers,
+    from_run,
+    from_transformers,
+    shape_of,
 )
-from hpcfsdp.plan.proposal import Proposal as Proposal, as_json as as_json, propose as propose
-from hpcfsdp.plan.step_time import Machine as Machine
+from hpcfsdp.plan.proposal import Proposal, as_json, propose
+from hpcfsdp.plan.step_time import Machine
+
+__all__ = [
+    "DEVICES",
+    "Disk",
+    "Link",
+    "Links",
+    "Machine",
+    "ModelSource",
+    "Precision",
+    "Proposal",
+    "Request",
+    "Setup",
+    "as_json",
+    "from_factory",
+    "from_function",
+    "from_numbers",
+    "from_run",
+    "from_transformers",
+    "link_of",
+    "measured_links",
+    "propose",
+    "shape_of",
+]
