@@ -81,6 +81,10 @@ def copy_fully_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     made = memo[id(module)] = object.__new__(type(module))
     is_first = id(unit) not in memo
     copied = memo.setdefault(id(unit), object.__new__(DTensorUnit))  # hooks of modules ask for it
+    for sharded in [each.param.sharded for each in unit.own if id(each.param.sharded) not in memo]:
+        # torch would copy the gradient of a DTensor, and cannot where that begins within its memory.
+        memo[id(sharded)] = nn.Parameter(sharded.detach().clone(), sharded.requires_grad)
+        vars(memo[id(sharded)]).update(copy.deepcopy(vars(sharded), memo))
     # One that copies itself, as a parametrized module, may refuse to give its state.
     copies_itself = hasattr(super(FSDPModule, module), "__deepcopy__")
     state = dict(vars(module) if copies_itself else module.__getstate__())

@@ -175,6 +175,15 @@ def test_modules_that_keep_state_of_their_own_are_copied(world, build):
     assert same(whole(copied), after) and not same(after, before)
 
 
+def test_gradients_of_rows_are_not_copied(world):
+    model = make_rows()
+    model(torch.ones(2, 8)).sum().backward()
+    copied = copy.deepcopy(model)
+    assert same(whole(copied), whole(model))
+    assert any(param.grad is not None for param in model.parameters())
+    assert all(param.grad is None for param in copied.parameters())
+
+
 def test_choices_for_rows_are_copied_and_changed_apart(world):
     model = make_rows()
     model.set_gradient_divide_factor(8 * world.size)
