@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,25 +15,36 @@ import psutil
 import pytest
 
 from hpcfsdp.cli.main import main
+from tests import preloaded as preloaded_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --model.layers 1 --model.width 16 --model.heads 2 --model.context 16 --train.log_every 1".split()
 
 
 class Job:
-    """A command in a new session. None of its processes outlives the test."""
+    """A command in a new session. None of its processes outlives the test.
 
-    def __init__(self, arguments, ranks, cwd, environ):
-        self.command = [sys.executable, *map(str, arguments)]
+    Args:
+        folder: where mpirun keeps files of the job; by default where it keeps those of all jobs, by its process number,
+            so that it fails where a job of that number was killed and could not clean up.
+        preloaded: the server of processes that begin with torch loaded, if ranks may be such.
+    """
+
+    def __init__(self, arguments, ranks, cwd, environ, folder=None, preloaded=None):
+        allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+        if folder:
+            allowed["PRTE_MCA_prte_tmpdir_base"] = str(folder)
+        environ = {**os.environ, **allowed, **(environ or {})}
+        arguments = [*map(str, arguments)]
+        self.command = (preloaded and preloaded.command(arguments, environ)) or [sys.executable, *arguments]
         if ranks:
             mpirun = Path(sys.executable).parent / "mpirun"
             launcher = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
             self.command = [launcher, "--map-by", ":OVERSUBSCRIBE", "-n", str(ranks), *self.command]
-        allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             self.command,
             cwd=cwd,
-            env={**os.environ, **allowed, **(environ or {})},
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -111,13 +123,27 @@ def mapped(name):
     return not Path("/dev/shm", name).exists()
 
 
+@pytest.fixture(scope="session")
+def preloaded():
+    with tempfile.TemporaryDirectory(prefix="preloaded-") as folder:
+        server = preloaded_processes.Server(folder)
+        yield server
+        server.close()
+
+
 @pytest.fixture
-def start(tmp_path):
-    """Start ``python arguments`` on so many ranks (0: without mpirun) in an empty folder."""
+def start(request, tmp_path):
+    """Start ``python arguments`` on so many ranks (0: without mpirun) in an empty folder.
+
+    Processes begin with torch loaded, see tests/preloaded.py, but in tests with ``pytest.mark.fresh``.
+    """
     jobs = []
+    fresh = request.node.get_closest_marker("fresh")
+    server = None if fresh else request.getfixturevalue("preloaded")
+    launcher_files = tempfile.mkdtemp(prefix="mpirun-")
 
     def start_job(*arguments, ranks=0, cwd=tmp_path, environ=None):
-        jobs.append(Job(arguments, ranks, cwd, environ))
+        jobs.append(Job(arguments, ranks, cwd, environ, launcher_files, server))
         return jobs[-1]
 
     before = set(os.listdir("/dev/shm"))
@@ -125,6 +151,7 @@ def start(tmp_path):
     for job in jobs:
         if job.code is None:
             job.end()
+    shutil.rmtree(launcher_files, ignore_errors=True)
     # Jobs of other workers of pytest make and remove segments, too: these disappear after a while.
     until = time.monotonic() + 20
     while left := {name for name in set(os.listdir("/dev/shm")) - before if not mapped(name)}:

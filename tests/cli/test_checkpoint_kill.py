@@ -11,6 +11,8 @@ from hpcfsdp.errors import CheckpointCorruptError
 from tests.cli.conftest import ROOT, survivors
 from tests.disks import value_of
 
+pytestmark = pytest.mark.fresh
+
 # One process that forks: each child saves, and kills itself before one more call than the child before it.
 ALONE = """
 import json, os, signal, sys

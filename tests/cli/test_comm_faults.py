@@ -6,6 +6,8 @@ import pytest
 
 from tests.cli.conftest import survivors
 
+pytestmark = pytest.mark.fresh
+
 SCRIPT = """
 import time
 import torch

@@ -28,6 +28,7 @@ def save_adapter(folder):
     return made
 
 
+@pytest.mark.fresh
 def test_an_adapter_is_exported_without_torch_and_mpi(start, tmp_path):
     adapter = save_adapter(tmp_path)
     (tmp_path / "cli.py").write_text(WITHOUT_TORCH)
@@ -78,6 +79,7 @@ assert not {"torch", "mpi4py"} & set(sys.modules)
 """
 
 
+@pytest.mark.fresh
 def test_safetensors_are_exported_without_torch_and_mpi(start, saved, tmp_path):
     job = start("-c", WITHOUT_TORCH, saved, tmp_path / "a.safetensors").wait()
     assert job.code == 0, job.stderr

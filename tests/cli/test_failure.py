@@ -119,6 +119,7 @@ world.comm.Barrier()
 """
 
 
+@pytest.mark.fresh
 @pytest.mark.parametrize(
     ("messages", "others", "ranks"),
     [(False, False, 2), pytest.param(True, False, 3, marks=pytest.mark.slow), (True, True, 3)],
@@ -229,6 +230,7 @@ def test_a_rank_that_returns_early_waits_for_the_others(start, tmp_path):
     assert "hpcfsdp:" not in job.stderr
 
 
+@pytest.mark.fresh
 def test_a_killed_rank_ends_the_job_and_leaves_no_process(start, tmp_path):
     job = started(start, tmp_path, "time.sleep(60)")
     job.wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)

@@ -72,6 +72,7 @@ assert not loaded, loaded
 """
 
 
+@pytest.mark.fresh
 @pytest.mark.parametrize("verb", VERBS)
 def test_each_verb_has_help_with_examples_and_loads_neither_torch_nor_mpi_for_it(start, verb):
     job = start("-c", HELP, verb).wait()
