@@ -28,7 +28,7 @@ GPUS = $(shell $(PY) -c 'import torch; print(torch.accelerator.device_count())')
 # Of the tests with MPICH; make test-mpich SELECT='-m "transport and not slow"': those that depend on the MPI library.
 SELECT :=
 # Processes among which the tests that need no mpirun are divided: jobs that they start sleep at times.
-JOBS ?= 3
+JOBS ?= 4
 
 # Open MPI refuses to run as root, as which containers and CI run, unless it is told twice.
 export OMPI_ALLOW_RUN_AS_ROOT := 1

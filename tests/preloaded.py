@@ -73,7 +73,8 @@ def ask(path, arguments):
 
 
 def serve(path):
-    """Fork a process for each request, until standard input ends. Returns in the forked processes: what each is to do."""
+    """Fork a process for each request, until standard input ends. Returns in each of them: what it is to do."""
+    import contextlib
     import gc
     import selectors
 
@@ -112,10 +113,8 @@ def serve(path):
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         if client in events.get_map():
             events.unregister(client)
-            try:
+            with contextlib.suppress(OSError):  # the client was killed at this moment
                 client.sendall(code.to_bytes(4, "big", signed=True))
-            except OSError:  # the client was killed at this moment
-                pass
         client.close()
 
     events.register(listener, selectors.EVENT_READ, accept)
@@ -153,10 +152,11 @@ def become(text, streams):
         sys.path[0] = ""
         sys.argv = ["-c", *rest[1:]]
         return rest[0], "<string>"
-    sys.path[0] = os.path.dirname(os.path.abspath(first))
+    script = os.path.abspath(first)
+    sys.path[0] = os.path.dirname(script)
     sys.argv = arguments
-    with open(first, "rb") as file:
-        return file.read(), first
+    with open(script, "rb") as file:
+        return file.read(), script
 
 
 if __name__ == "__main__":

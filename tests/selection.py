@@ -6,8 +6,8 @@ Tests of a transport (``pytest.mark.transport``), those that lay meshes out over
 all with ``--more-ranks``, run under all of their numbers: all cases under the first, and under the others a few, in
 which each value of each parameter occurs. A number of ranks that a test does not name leaves it out, which is no skip.
 
-Of a test with three parameters or more run those cases in which each two values meet, of one with ``pytest.mark.sweep``
-those in which each value occurs; all cases with ``--more-ranks``.
+Of a test with several parameters run those cases in which each value of each occurs, with ``pytest.mark.pairs`` those
+in which each two values meet; all cases with ``--more-ranks``.
 """
 
 import collections
@@ -21,10 +21,12 @@ HYBRID = ("square", "hybrid")
 """What the names of fixtures and of values have in them that stand for groups of groups, which four ranks make."""
 
 
-def ranks_of(item):
+def ranks_of(item, more=False):
     """The numbers of ranks that a test is for, the one with all of its cases first."""
     marker = item.get_closest_marker("ranks")
     ranks = marker.args if marker else DEFAULT
+    if more and marker:
+        ranks += marker.kwargs.get("more", ())
     if "several" in item.fixturenames:
         ranks = tuple(number for number in ranks if number > 1)
     values = [value for _, value in _values(item)]
@@ -44,10 +46,10 @@ def chosen(items, size, more=False):
         more: all cases, under all numbers of ranks that a test names, not under one.
     """
     if not more:
-        swept = {item for item in items if item.get_closest_marker("sweep")}
-        kept = {*covering([item for item in items if item not in swept], 2), *covering(swept, 1)}
+        paired = {item for item in items if item.get_closest_marker("pairs")}
+        kept = {*covering(paired, 2), *covering([item for item in items if item not in paired], 1)}
         items = [item for item in items if item in kept]
-    here = [(item, ranks_of(item)) for item in items]
+    here = [(item, ranks_of(item, more)) for item in items]
     several = {item for item, _ in here if more or any(map(item.get_closest_marker, ("transport", "meshes")))}
     thinned = set(covering([item for item, ranks in here if item in several and size in ranks[1:]], 1))
     return [

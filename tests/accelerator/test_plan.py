@@ -161,7 +161,6 @@ def real(world, group, strategy):
     return {"device_mesh": mesh_of((2, world.size // 2), ("replicate", "shard"))}, world.size // 2, 2
 
 
-@pytest.mark.sweep
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if "HYBRID" not in name])
@@ -170,7 +169,6 @@ def test_the_class(world, group, strategy, precision):
     check(of_all(world, measure(lambda: wrapped(group, strategy, precision))), predicted)
 
 
-@pytest.mark.sweep
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if "HYBRID" in name])
@@ -181,7 +179,6 @@ def test_replicas_of_the_class(world, group, strategy, precision):
     check(of_all(world, measure(make)), predicted)
 
 
-@pytest.mark.sweep
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("reshard", [True, False], ids=["freed", "kept"])
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -190,7 +187,6 @@ def test_fully_shard(world, group, precision, reshard):
     check_rows(world, mesh, precision, reshard, world.size, 1)
 
 
-@pytest.mark.sweep
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_replicas_of_fully_shard(world, group, precision):
@@ -238,7 +234,6 @@ def test_options(world, group, optimizer, accumulation, checkpointed, offload):
     check(of_all(world, measure(make, optimizer, accumulation)), predicted)
 
 
-@pytest.mark.sweep
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -264,6 +264,7 @@ def test_rows_that_travel_between_nodes_train_as_with_torch(script):
     """``fully_shard`` on imagined nodes, which exchange messages: shards on all of them, and replicas across them."""
     job = script(
         """
+        sys.path.append(ROOT)
         from tests.mpi.row_cases import make, same, train
 
         world = hpcfsdp.init("cpu", split_nodes=2)
@@ -273,7 +274,7 @@ def test_rows_that_travel_between_nodes_train_as_with_torch(script):
             print("equal")
         hpcfsdp.finalize()
         """,
+        head=f"{HEAD}\nROOT = {str(ROOT)!r}\n",
         ranks=4,
-        environ={"PYTHONPATH": str(ROOT)},
     )
     assert words(job) == ["equal"] * 8

@@ -1,6 +1,7 @@
 """The reference pages about commands, exit codes and errors, compared with the code."""
 
 import ast
+import functools
 import re
 
 import pytest
@@ -10,7 +11,12 @@ from hpcfsdp.cli import main
 from tests.cli.conftest import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
-PACKAGE = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "hpcfsdp").rglob("*.py"))}
+
+
+@functools.cache
+def trees():
+    """The modules of the package, parsed: in the tests that look, not wherever tests are collected."""
+    return [ast.parse(path.read_text()) for path in sorted((ROOT / "hpcfsdp").rglob("*.py"))]
 
 
 def test_the_page_of_commands_has_a_section_for_each_verb():
@@ -38,7 +44,11 @@ def texts(tree):
             yield node.value
 
 
-SOURCE = "\n".join(text for tree in PACKAGE.values() for text in texts(tree))
+@functools.cache
+def source():
+    return "\n".join(text for tree in trees() for text in texts(tree))
+
+
 MESSAGES = [row[0].strip("`") for row in rows("errors.md", 3)]
 
 
@@ -49,12 +59,12 @@ def test_there_are_many_messages_and_none_twice():
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_message_of_the_page_is_one_of_the_package(message):
-    assert message in SOURCE
+    assert message in source()
 
 
 def kinds_in_the_source():
     """What errors are given as their kind: by their class, or where they are raised."""
-    for tree in PACKAGE.values():
+    for tree in trees():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "of_kind":
                 yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.hang import waits
 
-pytestmark = [pytest.mark.ranks(3, 1, 2, 4), pytest.mark.transport]
+pytestmark = [pytest.mark.ranks(3, 1, 2, more=(4,)), pytest.mark.transport]
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 WHOLE = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]

@@ -19,6 +19,8 @@ from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.launch.topology import Topology
 from tests.disks import Cut, Failing, Logged, Watched, folder_of, power_cuts, using, value_of
 
+pytestmark = pytest.mark.pairs
+
 CODES = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 
 

@@ -233,7 +233,6 @@ SAME_PLAN = {
 """Changes after which the names, shapes and ranks may be the same as before."""
 
 
-@pytest.mark.sweep
 @ORIGINAL
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_between_two_saves_is_in_the_second_file(comm, saves, original, change):

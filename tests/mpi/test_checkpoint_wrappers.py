@@ -90,7 +90,6 @@ def expected():
     return set(model.state_dict()), losses
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("kind", WRAPPINGS)
 def test_a_file_loads_into_the_model_in_any_wrapping(kind, group, expected, shared_path):
     names, losses = expected

@@ -10,7 +10,7 @@ from hpcfsdp.comm.reduce import accumulate_dtype, refuse_op
 from hpcfsdp.errors import CommunicationError, DisagreementError, HpcfsdpError, UsageError
 from hpcfsdp.launch.topology import Topology
 
-pytestmark = [pytest.mark.ranks(3, 1, 2, 4), pytest.mark.transport]
+pytestmark = [pytest.mark.ranks(3, 1, 2, more=(4,)), pytest.mark.transport]
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 UNSIGNED = [torch.uint64, torch.uint32, torch.uint16, torch.uint8]
@@ -172,7 +172,6 @@ def test_every_rank_can_be_the_source_of_a_broadcast(comm, dtype):
 # Reducing
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("op", OPS)
 def test_reductions_agree_with_arithmetic_on_what_all_ranks_hold(carrier, op):
     for dtype in DTYPES:
@@ -189,7 +188,6 @@ def test_reductions_agree_with_arithmetic_on_what_all_ranks_hold(carrier, op):
             assert same(full, expected), (dtype, numel)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.uint16, torch.bool], ids=str)
 def test_reductions_go_through_in_pieces_where_they_are_long(carrier, dtype):
     op = "sum"

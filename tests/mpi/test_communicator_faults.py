@@ -13,7 +13,7 @@ from hpcfsdp.comm.progress import Condition
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
-pytestmark = [pytest.mark.ranks(3, 1, 2, 4), pytest.mark.transport]
+pytestmark = [pytest.mark.ranks(3, 1, more=(2, 4)), pytest.mark.transport]
 
 # Labelled barriers
 

@@ -96,7 +96,6 @@ def is_refused(name, part):
     return part == "after no_sync" and ("with grads" in name or name == "clip")
 
 
-@pytest.mark.sweep
 @ORIGINAL
 @pytest.mark.parametrize(
     ("carrier", "strategy"),

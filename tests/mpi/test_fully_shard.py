@@ -75,7 +75,6 @@ def test_columns_that_no_number_of_ranks_divides(world, ours_on):
     torch.testing.assert_close(by_columns, run(), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["frozen blocks", "frozen embedding", "frozen biases", "frozen later", "thawed"])
 def test_frozen_parameters(world, row_meshes, ours_on, kind):
     def freeze(model):
@@ -195,7 +194,6 @@ def test_activation_checkpointing(world, row_meshes, ours_on, kind):
     same(program, row_meshes["torch"], ours_on)
 
 
-@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler reads it
 @pytest.mark.parametrize("where", ["model", "blocks before", "blocks after", "in place"])
 def test_compiled(world, row_meshes, ours_on, where):
@@ -264,7 +262,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(world, row_meshes, ours_on, name):
     def program(fsdp, mesh):

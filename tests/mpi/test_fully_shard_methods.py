@@ -390,7 +390,6 @@ def test_hooks_of_users_see_reduced_rows(world, row_meshes, ours_on):
     same(program, row_meshes["torch"], ours_on)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["loop", "foreach", "fused", "by hand"])
 def test_a_step_between_forward_and_backward(world, row_meshes, ours_on, how):
     """The backward computes with the new values, of ranks that are late too."""

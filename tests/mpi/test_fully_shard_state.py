@@ -76,7 +76,6 @@ def test_a_checkpoint_of_rows_is_that_of_every_other_style(world, shared_path, s
     torch.testing.assert_close(values_of(shared_path / "rows.h5"), values_of(shared_path / "other.h5"))
 
 
-@pytest.mark.sweep
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("source", STYLES)
 @pytest.mark.parametrize("target", ["rows", "torch's rows", "flat"])
@@ -161,7 +160,6 @@ def test_checkpoints_of_two_dimensions(world, shared_path, names):
         assert torch.equal(whole(one), two), name
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("functions", ["torch's", "hpcfsdp's"])
 @pytest.mark.parametrize("full", [False, True])
 def test_functions_of_state_dicts(world, functions, full):

@@ -221,7 +221,6 @@ def result(front, act, moment, ranks=None):
         return error
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared memory", "messages"])
 @pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("act", ACTS)

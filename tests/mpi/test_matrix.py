@@ -27,7 +27,7 @@ from tests.mpi import parity
 from tests.mpi.models import ORIGINAL
 from tests.mpi.parity import STRATEGIES, WIDTH, Recipe, build, close, reference
 
-pytestmark = pytest.mark.ranks(2, 1, 3)
+pytestmark = [pytest.mark.ranks(2, 1, 3), pytest.mark.pairs]
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 """float64 has 16 digits; ranks add in another order, and optimizers divide by what may be small."""

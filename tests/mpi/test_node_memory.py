@@ -20,7 +20,7 @@ from hpcfsdp.comm.mpi import messages, node_memory, shared
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
 
-pytestmark = [pytest.mark.ranks(3, 1, 2, 4), pytest.mark.transport]
+pytestmark = [pytest.mark.ranks(3, 1, 2, more=(4,)), pytest.mark.transport]
 
 MIB = 1 << 20
 

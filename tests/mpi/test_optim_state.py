@@ -178,7 +178,6 @@ FOR_ONE = {"foreach": True, "fused": False, "sgd": False, "nesterov": True, "ada
 """Optimizers whose state is like that of others: with one setting of ``use_orig_params``."""
 
 
-@pytest.mark.sweep
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("kind", "original"),

@@ -117,7 +117,6 @@ def losses(world, wrap, name, at=lambda moment, *made: None, **options):
     return found
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("wrap", "name"), PAIRS)
 def test_state_dicts_of_an_optimizer_without_state(world, wrap, name):
     counts = []
@@ -134,7 +133,6 @@ def test_state_dicts_of_an_optimizer_without_state(world, wrap, name):
     assert losses(world, wrap, name, ask) == losses(world, wrap, name)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("wrap", "name"), [(w, n) for w, n in PAIRS if n in ("Adam", "SGD", "whole")])
 def test_saving_at_any_moment(world, wrap, name, shared_path):
     def save(_moment, model, optimizer, schedule):
@@ -202,7 +200,6 @@ WAYS = {
 }
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize(("name", "is_complex"), [("Adam", True), ("SGD", False)])
 def test_resuming_at_any_moment_without_gradients(world, wrap, name, is_complex, shared_path):

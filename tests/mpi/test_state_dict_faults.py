@@ -337,7 +337,6 @@ class Stateful(parity.Around):
         return WithState()
 
 
-@pytest.mark.sweep
 @CARRIERS
 @pytest.mark.parametrize("change", UNSENT)
 def test_what_the_first_rank_cannot_describe_is_an_error_on_every_rank(engines, several, carrier, change):

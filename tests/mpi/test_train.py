@@ -624,7 +624,7 @@ def test_muon_trains_the_same_on_every_mesh_and_goes_on_on_any_other(world, make
         made = make_config(name, model=MANY_HEADS, mesh=mesh, steps=4, **values)
         return dataclasses.replace(made, optimizer="muon")
 
-    found, chosen = [], meshes(world)[:: 1 if thorough else 2]
+    found, chosen = [], meshes(world) if thorough else [meshes(world)[0], largest(world)]
     for number, mesh in enumerate(chosen):
         config = configured(f"run {number}", mesh)
         run(config, world)

@@ -146,7 +146,6 @@ def test_they_may_be_looked_at_between_forward_and_backward(comm, wrap, carrier,
 # What is written back
 
 
-@pytest.mark.sweep
 @ORIGINAL
 @STRATEGIES
 @CARRIERS
@@ -214,7 +213,6 @@ def test_an_error_of_all_ranks_leaves_shards(comm, wrap, original):
 # Gradients
 
 
-@pytest.mark.sweep
 @ORIGINAL
 @STRATEGIES
 @CARRIERS

@@ -52,7 +52,6 @@ def test_it_steps_as_the_optimizer_of_the_plain_model(comm, strategy):
 
 @pytest.mark.ranks(4, 2, 3)
 @pytest.mark.meshes
-@pytest.mark.sweep
 @pytest.mark.parametrize("replicas", ["divide", "repeat"])
 @pytest.mark.parametrize("name", ["muon", "adafactor", "soap"])
 @mesh_cases.each_mesh

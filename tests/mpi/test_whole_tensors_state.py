@@ -192,7 +192,6 @@ def rows(name, steps=slice(0, 2), seed=0):
     return model, optimizer
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", ["file", "full", "sharded", "own", "plain"])
 def test_state_of_fully_shard(world, shared_path, name, way):
@@ -224,7 +223,6 @@ def test_state_of_fully_shard(world, shared_path, name, way):
 
 @pytest.mark.ranks(4, 2)
 @pytest.mark.meshes
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["muon", "adafactor", "soap"])
 @mesh_cases.each_mesh
 def test_state_of_tensor_parallel_models(shape, name, shared_path):

@@ -1,6 +1,7 @@
 """The package's architecture, read from its source: who may import whom."""
 
 import ast
+import functools
 import importlib
 from pathlib import Path
 
@@ -13,8 +14,6 @@ FILES = {
     "hpcfsdp" + "".join(f".{part}" for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"): path
     for path in sorted(ROOT.rglob("*.py"))
 }
-TREES = {module: ast.parse(path.read_text(), str(path)) for module, path in FILES.items()}
-
 LAYERS = [
     {"_version", "accelerator", "text"},
     {"_compat"},
@@ -40,6 +39,12 @@ LAYERS = [
     {"__main__"},
 ]
 """What stands on what. Parts of one layer know nothing of each other."""
+
+
+@functools.cache
+def trees():
+    """The modules of the package, parsed: in the tests that look, not wherever tests are collected."""
+    return {module: ast.parse(path.read_text(), str(path)) for module, path in FILES.items()}
 
 
 def part(module):
@@ -82,12 +87,12 @@ def test_the_source_is_found():
 
 
 def test_modules_import_only_their_own_part_and_lower_layers():
-    edges = ((module, name) for module, tree in TREES.items() for name in imports(tree) if part(name) != part(module))
+    edges = ((module, name) for module, tree in trees().items() for name in imports(tree) if part(name) != part(module))
     assert not [f"{module} -> {name}" for module, name in edges if layer(name) >= layer(module)]
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    edges = {module: imports(tree) - {module} for module, tree in TREES.items()}
+    edges = {module: imports(tree) - {module} for module, tree in trees().items()}
     done = set()
 
     def visit(module, path):
@@ -103,7 +108,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_imports_inside_of_functions_have_a_reason():
     silent = []
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         lines = FILES[module].read_text().splitlines()
         for node in imports_in_functions(tree):
             # Several in a row have one comment, behind the first or above it.
@@ -140,7 +145,7 @@ def not_public(tree):
 
 
 def test_examples_use_public_names_alone():
-    used = {module: not_public(tree) for module, tree in TREES.items() if part(module) == "examples"}
+    used = {module: not_public(tree) for module, tree in trees().items() if part(module) == "examples"}
     assert len(used) > 5
     assert not any(used.values()), used
 
@@ -170,7 +175,7 @@ def attributes(tree):
 
 def test_only_env_touches_the_environment():
     names = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
-    touching = {module for module, tree in TREES.items() if names & attributes(tree)}
+    touching = {module for module, tree in trees().items() if names & attributes(tree)}
     touching |= {module for module, path in FILES.items() if "os.environ" in path.read_text()}
     assert touching == {"hpcfsdp.env"}
 
@@ -198,7 +203,7 @@ def names_of_torch(tree):
 def test_no_module_uses_the_accelerators_of_one_vendor():
     """All go through ``hpcfsdp.accelerator``; the doctor alone reports how torch was built."""
     vendors = {"torch.cuda", "torch.xpu", "torch.mps", "torch.mtia"}
-    names = {(module, name) for module, tree in TREES.items() for name in names_of_torch(tree)}
+    names = {(module, name) for module, tree in trees().items() for name in names_of_torch(tree)}
     using = {module for module, name in names if ".".join(name.split(".")[:2]) in vendors}
     assert part(next(iter(using))) == "doctor" and len(using) == 1, using
 
@@ -207,7 +212,7 @@ def test_only_compat_touches_private_parts_of_torch():
     def is_private(part):
         return part.startswith("_") and not part.startswith("__")
 
-    names = {(module, name) for module, tree in TREES.items() for name in names_of_torch(tree)}
+    names = {(module, name) for module, tree in trees().items() for name in names_of_torch(tree)}
     using = {(module, name) for module, name in names if any(map(is_private, name.split(".")))}
     assert {module for module, _ in using} == {"hpcfsdp._compat"}, using
 
@@ -232,5 +237,5 @@ def test_no_module_is_a_box_of_odds_and_ends():
 
 
 def test_every_module_has_a_docstring():
-    silent = {module for module, tree in TREES.items() if not ast.get_docstring(tree)}
+    silent = {module for module, tree in trees().items() if not ast.get_docstring(tree)}
     assert silent <= {"hpcfsdp.__main__", "hpcfsdp._version"}
