@@ -102,7 +102,9 @@ def serve(path):
         events.register(end, selectors.EVENT_READ, lambda: finish(client, process, end))
 
     def forward(client, process):
-        numbers = client.recv(1)
+        numbers = b""  # the client was killed
+        with contextlib.suppress(ConnectionError):
+            numbers = client.recv(1)
         if not numbers:
             events.unregister(client)
         os.kill(process, numbers[0] if numbers else signal.SIGKILL)
@@ -120,7 +122,7 @@ def serve(path):
     events.register(listener, selectors.EVENT_READ, accept)
     while True:
         for key, _ in events.select():
-            if (request := key.data()) is not None:
+            if key.fd in events.get_map() and (request := key.data()) is not None:
                 return request
 
 

@@ -21,6 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --model.layers 1 --model.width 16 --model.heads 2 --model.context 16 --train.log_every 1".split()
 
 
+def pytest_sessionfinish():
+    """End MPI where a test has started it in this process: workers of pytest-xdist do not, and leave its segment."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
 class Job:
     """A command in a new session. None of its processes outlives the test.
 
@@ -32,6 +39,8 @@ class Job:
 
     def __init__(self, arguments, ranks, cwd, environ, folder=None, preloaded=None):
         allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+        if ranks:
+            allowed["OMPI_MCA_btl"] = "^ofi"  # libfabric sleeps for a second where /proc/cpuinfo tells no frequency
         if folder:
             allowed["PRTE_MCA_prte_tmpdir_base"] = str(folder)
         environ = {**os.environ, **allowed, **(environ or {})}
