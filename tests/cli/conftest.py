@@ -21,13 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --model.layers 1 --model.width 16 --model.heads 2 --model.context 16 --train.log_every 1".split()
 
 
-def pytest_sessionfinish():
-    """End MPI where a test has started it in this process: workers of pytest-xdist do not, and leave its segment."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()
-
-
 class Job:
     """A command in a new session. None of its processes outlives the test.
 
