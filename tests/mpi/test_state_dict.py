@@ -51,7 +51,7 @@ from tests.mpi.state_dict_cases import (
 )
 from tests.mpi.test_unshard import private_bytes
 
-pytestmark = pytest.mark.ranks(2, 1, 3)
+pytestmark = [pytest.mark.ranks(2, 1, 3), pytest.mark.pairs]
 
 # As torch has them
 

@@ -16,7 +16,9 @@ from hpcfsdp.comm.communicator import Communicator, check_list
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.comm.reduce import accumulate_dtype
 from hpcfsdp.errors import CommunicationError
+from hpcfsdp.launch.job import load_mpi
 
+load_mpi()  # a module that loads it otherwise leaves a segment of shared memory where no launcher removes it
 settings.register_profile("hpcfsdp", deadline=None)  # how long an example takes says nothing on a busy machine
 settings.load_profile("hpcfsdp")
 

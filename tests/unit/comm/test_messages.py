@@ -1,11 +1,9 @@
 import pytest
 import torch
+from mpi4py import MPI
 
 from hpcfsdp.comm.mpi.messages import MpiCall, Requests
 from hpcfsdp.errors import CommunicationError
-from hpcfsdp.launch.job import load_mpi
-
-MPI = load_mpi()
 
 
 class BrokenMatcher:
