@@ -88,6 +88,7 @@ $(MPICH_STAMP): $(STAMP)
 
 # The wheel of mpi4py finds the system's MPI when it is loaded. Without --no-build-isolation pip would compile it, which
 # takes over 20 GB of memory; without --no-cache-dir it may take an h5py that was built for something else.
+# -O0: to compile it takes most of the time, and tests do not show how fast it is.
 $(MPIO_STAMP): setup.cfg setup.py constraints.txt
 	@command -v mpicc >/dev/null && test -n "$(HDF5_DIR)" \
 	  || { echo "mpicc or parallel HDF5 is missing: apt-get install openmpi-bin libopenmpi-dev libhdf5-openmpi-dev" >&2; \
@@ -97,7 +98,7 @@ $(MPIO_STAMP): setup.cfg setup.py constraints.txt
 	  || { echo "python3 -m venv failed: install your system's python3-venv, or make $(@D) with virtualenv" >&2; exit 2; }
 	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt \
 	  'setuptools>=77,<81' wheel 'cython>=3.0' pkgconfig numpy mpi4py
-	CC=mpicc HDF5_MPI=ON HDF5_DIR=$(HDF5_DIR) $(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt \
+	CC=mpicc CFLAGS=-O0 HDF5_MPI=ON HDF5_DIR=$(HDF5_DIR) $(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt \
 	  --no-cache-dir --no-build-isolation --no-deps --no-binary=h5py h5py
 	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[cli,test]'
 	@touch $@
