@@ -37,7 +37,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-unit test-mpi test-mpich test-mpio test-slurm test-programs test-report test-packages test-accelerator test-gpu bench bench-gpu docs lint clean
+.PHONY: help train test test-slow test-unit test-mpi test-mpi-8 test-mpich test-mpio test-slurm test-programs test-report test-packages test-accelerator test-gpu bench bench-gpu docs lint clean
 
 help:
 	@echo 'make train      train a byte-level GPT with mpirun -n $(N); again: resume and go on'
@@ -45,6 +45,7 @@ help:
 	@echo 'make test       all tests: one process, then MPI tests under $(RANKS) ranks'
 	@echo 'make test-unit  tests of one process, and of the commands'
 	@echo 'make test-mpi   MPI tests under $(RANKS) ranks (or RANKS="2"), each under those that show something'
+	@echo 'make test-mpi-8 meshes of three dimensions on 8 ranks'
 	@echo 'make test-mpich the MPI tests with MPICH instead of Open MPI'
 	@echo 'make test-mpio  what depends on HDF5 with an h5py that has MPI: system Open MPI, parallel HDF5'
 	@echo 'make test-slurm tests on two nodes, with srun: a private SLURM on this machine'
@@ -120,6 +121,9 @@ test-mpi: $(STAMP)
 	  echo "== MPI tests on $$n rank(s)"; \
 	  timeout --kill-after=30 2400 $(MPIRUN) -n $$n $(PY) -m pytest tests/mpi --with-mpi || exit 1; \
 	done
+
+test-mpi-8: export OMP_NUM_THREADS := 1
+test-mpi-8: $(STAMP)
 	@echo "== MPI tests of three dimensions on 8 ranks"
 	timeout --kill-after=30 1200 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi/test_tensor_parallel*.py --with-mpi
 

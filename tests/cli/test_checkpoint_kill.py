@@ -11,8 +11,6 @@ from hpcfsdp.errors import CheckpointCorruptError
 from tests.cli.conftest import ROOT, survivors
 from tests.disks import value_of
 
-pytestmark = pytest.mark.fresh
-
 # One process that forks: each child saves, and kills itself before one more call than the child before it.
 ALONE = """
 import json, os, signal, sys
@@ -246,6 +244,7 @@ def killed(start, tmp_path, rank, step):
     return folder, calls
 
 
+@pytest.mark.fresh
 @pytest.mark.parametrize(
     ("rank", "step"), [pytest.param(0, "ftruncate", marks=pytest.mark.slow), (1, "pwritev"), (0, "replace")]
 )
@@ -267,6 +266,7 @@ def test_an_old_partial_file_of_a_killed_rank_is_removed(start, tmp_path):
     assert partials(folder) == [young]
 
 
+@pytest.mark.fresh
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rank", [0, 1])

@@ -397,6 +397,7 @@ def test_gathered_memory_is_gathered_as_a_whole(make):
     )
 
 
+@pytest.mark.ranks(3, more=(2, 4))
 def test_a_rank_that_does_not_come_to_a_window_is_named(several, world, make):
     comm, missing = make(timeout_s=1), world.size - 1
     others = world.comm.Split(world.rank == missing)

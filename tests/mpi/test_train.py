@@ -157,11 +157,11 @@ def agree(config, losses, norms):
     ids=["even", "uneven, accumulated"],
 )
 @pytest.mark.ranks(4)
-def test_every_mesh_trains_as_one_plain_process_does(world, make_config, in_float64, batch, accumulation):
+def test_every_mesh_trains_as_one_plain_process_does(world, make_config, in_float64, batch, accumulation, thorough):
     batch = max(batch, accumulation * world.size)
     held_out = []
     for mesh in meshes(world):
-        values = {"steps": 4, "batch": batch, "accumulation": accumulation}
+        values = {"steps": 4 if thorough else 2, "batch": batch, "accumulation": accumulation}
         config = make_config(f"{mesh}", model=MANY_HEADS, mesh=mesh, every=0, **values)
         held_out.append(run(config, world).held_out)
         if mesh == (1, 1):
@@ -284,7 +284,7 @@ def test_tensor_parallel_ranks_drop_the_same_elements_of_equal_activations(world
         assert torch.equal(mine, first)
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["sharded", "on a mesh"])
+@pytest.mark.parametrize("cut", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sharded", "on a mesh"])
 @pytest.mark.ranks(4, 1)
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(world, make_config, cut):
     model = ModelConfig(layers=2, width=24, heads=12, context=16, dropout=0.2)
