@@ -448,6 +448,9 @@ def test_the_page_on_doctor_lists_every_area():
 
 def test_numbers_on_pages_are_those_of_the_code():
     from hpcfsdp import env
+    from hpcfsdp.launch.job import load_mpi
+
+    load_mpi()  # modules that load it otherwise leave a segment of shared memory
     from hpcfsdp.checkpoint.format import access, footer, schema
     from hpcfsdp.comm.mpi import exchange, node_memory, staged
     from hpcfsdp.engine import order
