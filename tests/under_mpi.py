@@ -6,7 +6,6 @@ the test (waiting for it in a collective) ends the job. Rank 0 alone reports.
 """
 
 import array
-import gc
 import os
 import shutil
 import sys
@@ -22,7 +21,6 @@ from tests.selection import chosen
 
 __all__ = [
     "pytest_addoption",
-    "pytest_collection_finish",
     "pytest_collection_modifyitems",
     "pytest_configure",
     "pytest_report_header",
@@ -91,12 +89,6 @@ def pytest_runtest_makereport(item, call):
     if failures:
         report.outcome = "failed"
         report.longrepr = "\n".join(other for other in COMM.allgather(text) if other)
-
-
-def pytest_collection_finish():
-    """Leave what is there now, a million objects of torch and pytest, alone in each collection of garbage."""
-    gc.collect()
-    gc.freeze()
 
 
 def _failures(failed):

@@ -37,8 +37,8 @@ SHAPES = {
     8: [(2, 2, 2), (1, 2, 4), (1, 4, 2)],
 }.get(SIZE, [(1, 1, SIZE)])
 """(replicate, shard, tensor), which multiply to the number of ranks."""
-CASES = {3: [(1, 1, 3)], 4: [(1, 2, 2), (2, 1, 2)]}.get(SIZE, SHAPES)
-"""Those that tests take one by one: with several dimensions on four ranks, and tensor parallelism alone on three."""
+CASES = {4: [(1, 2, 2), (2, 1, 2)]}.get(SIZE, SHAPES)
+"""Those that tests take one by one: meshes that have one dimension of several ranks are tested on two or three."""
 MIXED_SHAPE = {4: (1, 2, 2), 8: (2, 2, 2)}.get(SIZE, SHAPES[-1])
 """The one that has the most dimensions of more than one rank."""
 

@@ -1,6 +1,5 @@
 """What several files of tests share, as fixtures."""
 
-import gc
 import os
 import pickle
 import subprocess
@@ -31,12 +30,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "tests/unit/" in item.nodeid:
             item.add_marker(pytest.mark.filterwarnings("ignore::hpcfsdp.errors.DifferentValuesWarning"))
-
-
-def pytest_collection_finish():
-    """Leave what is there now, a million objects of torch and pytest, alone in each collection of garbage."""
-    gc.collect()
-    gc.freeze()
 
 
 class ThreadComm(Communicator):
