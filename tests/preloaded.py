@@ -72,6 +72,16 @@ def ask(path, arguments):
     os._exit(code)
 
 
+def received(client, nbytes):
+    """So many bytes from a client; empty if it ends before."""
+    text = b""
+    while len(text) < nbytes:
+        if not (piece := client.recv(nbytes - len(text))):
+            return b""
+        text += piece
+    return text
+
+
 def serve(path):
     """Fork a process for each request, until standard input ends. Returns in each of them: what it is to do."""
     import contextlib
@@ -88,15 +98,18 @@ def serve(path):
 
     def accept():
         client, _ = listener.accept()
-        head, streams, *_ = socket.recv_fds(client, 4, 3)
-        text = b""
-        while len(text) < int.from_bytes(head, "big"):
-            text += client.recv(1 << 20)
-        process = os.fork()
-        if not process:
-            return text, streams
-        for stream in streams:
+        request = streams = None
+        with contextlib.suppress(ConnectionError):
+            head, streams, *_ = socket.recv_fds(client, 4, 3)
+            request = received(client, int.from_bytes(head, "big"))
+        process = os.fork() if request else None
+        if process == 0:
+            return request, streams
+        for stream in streams or ():
             os.close(stream)
+        if not request:  # the client was killed before it had asked
+            client.close()
+            return None
         end = os.pidfd_open(process)
         events.register(client, selectors.EVENT_READ, lambda: forward(client, process))
         events.register(end, selectors.EVENT_READ, lambda: finish(client, process, end))

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from hpcfsdp.cli.main import main
-from tests import preloaded as preloaded_processes
+from tests.preloaded import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --model.layers 1 --model.width 16 --model.heads 2 --model.context 16 --train.log_every 1".split()
@@ -128,7 +128,7 @@ def mapped(name):
 @pytest.fixture(scope="session")
 def preloaded():
     with tempfile.TemporaryDirectory(prefix="preloaded-") as folder:
-        server = preloaded_processes.Server(folder)
+        server = Server(folder)
         yield server
         server.close()
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -83,6 +84,14 @@ def test_a_client_that_is_killed_takes_the_process_with_it(start, tmp_path):
     while process.is_running() and time.monotonic() < until:
         time.sleep(0.02)
     assert not process.is_running()
+
+
+def test_the_server_outlives_clients_that_end_while_they_ask(start, preloaded):
+    for begun in (b"", b"\0\0", (1000).to_bytes(4, "big") + b"[["):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(preloaded.path)
+            client.sendall(begun)
+    assert start("-c", "print(7)").wait().stdout == "7\n"
 
 
 def test_other_options_of_python_start_a_process(start, monkeypatch):
