@@ -281,6 +281,21 @@ def copy_to_each_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
         torch._foreach_copy_(targets, sources)
 
 
+def zero_each_(tensors: Sequence[torch.Tensor]) -> None:
+    """Set a list of tensors, which may be empty, to zero."""
+    if tensors:
+        torch._foreach_zero_(tensors)
+
+
+def cat_chunks(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    """Chunk tensors of one dtype along their first dimension, as many as `output` (n x m) has rows, and fill these.
+
+    Row i becomes chunk i of each tensor, flattened; missing rows of a tensor are zeros. On a GPU it is one kernel if
+    all are contiguous and of the output's dtype, or bfloat16 for an output of float32.
+    """
+    torch._chunk_cat(tensors, 0, output.shape[0], out=output)
+
+
 def in_backward() -> bool:
     """Return whether the calling thread is in an autograd run."""
     return run_of_autograd() != -1

@@ -7,12 +7,13 @@ divides it. A layout is an immutable value, made from names and shapes alone. It
     whole    | gap | weight | gap | bias | gap | ...
 
 Ranks send and reduce `shards`, in which all ranks have segments of equal size. Modules compute with `whole`, in which
-each parameter is contiguous.
+each parameter is contiguous, with room for a full chunk of every rank. Seen as a matrix with a row for each rank,
+`shards` has columns for each parameter and each gap: one kernel of a device copies all of them.
 """
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -81,7 +82,10 @@ class DTensorSlot:
 
 @dataclass(frozen=True)
 class DTensorLayout(Layout):
-    """Parameters of one dtype, cut into rows. Made by ``plan``. `whole_numel`: elements of the buffer `whole`."""
+    """Parameters of one dtype, cut into rows. Made by ``plan``. `whole_numel`: elements of the buffer `whole`.
+
+    The buffer ends with room for the widest gap of all ranks, which a copy of all columns has to put somewhere.
+    """
 
     slots: tuple[DTensorSlot, ...]
     whole_numel: int
@@ -108,8 +112,22 @@ class DTensorLayout(Layout):
             slot = DTensorSlot(fqn, tuple(shape), dim, rows, offset, start, tuple(aliases), block)
             slots.append(slot)
             offset = round_up(offset + slot.chunk_numel, align)
-            start = round_up(start + slot.numel, align)
-        return cls(tuple(slots), dtype, num_shards, offset, align, round_up(start, num_shards))
+            start = round_up(start + num_shards * slot.chunk_numel, align)
+        made = cls(tuple(slots), dtype, num_shards, offset, align, round_up(start, num_shards))
+        return replace(made, whole_numel=made.whole_numel + made.gap_numel)
+
+    def columns(self) -> list[tuple[int | None, int]]:
+        """Return the columns of the buffer of all shards in order: the place of a slot, None for a gap; the width."""
+        found: list[tuple[int | None, int]] = []
+        ends = [slot.offset for slot in self.slots[1:]] + [self.shard_numel]
+        for index, (slot, end) in enumerate(zip(self.slots, ends, strict=True)):
+            found += [(index, slot.chunk_numel), (None, end - slot.offset - slot.chunk_numel)]
+        return [(index, width) for index, width in found if width]
+
+    @property
+    def gap_numel(self) -> int:
+        """Elements of the widest column that is a gap."""
+        return self.num_shards * max((width for index, width in self.columns() if index is None), default=0)
 
     def rows(self, index: int) -> tuple[ShardedRows, ...]:
         """Return where one parameter is in the buffer of all shards: the full chunks, and the shorter one, if any."""

@@ -3,7 +3,7 @@
 Between steps modules hold the ``DTensor`` parameters. While they compute they hold leaves, which view what was
 gathered. Where the ranks share memory each parameter is whole in it, each rank's rows are its ``DTensor``'s memory, and
 no byte moves, unless rows are cast or not contiguous. Elsewhere the shards are gathered into a buffer and copied out
-from there, parameter by parameter.
+from there: parameter by parameter on a CPU, all of them by one kernel on a device, as are gradients on their way in.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hpcfsdp import _compat
+from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work, segment
 from hpcfsdp.errors import EngineError
@@ -108,11 +108,15 @@ class DTensorParams(ShardedParams):
         self._has_copied = False
         self._rows = [layout.rows(index) for index in range(len(layout.slots))]
         self._gaps = layout.gaps()
+        self._columns = layout.columns()
+        # All at once on a device; a CPU would copy them one by one anyway.
+        self._copies_columns = accelerator.is_accelerator(self.device) and not all(slot.dim for slot in layout.slots)
         shapes = [slot.chunk_shape(slot.rows_of(comm.rank)[1]) for slot in layout.slots]
         self._places_in_shard = [
             (shape, contiguous_strides(shape), slot.offset) for shape, slot in zip(shapes, layout.slots, strict=True)
         ]
         self._own_gathered: torch.Tensor | None = None  # what the program has gathered, until `_copy_out`
+        self._nothing: torch.Tensor | None = None  # zeros for gaps between gradients, see `fill`
         self._views: list[torch.Tensor] = []
         self._rows_in_shared: list[torch.Tensor] = []
         # This rank's rows, 1-D, `layout.shard_numel` elements; None where they are in shared memory.
@@ -168,15 +172,27 @@ class DTensorParams(ShardedParams):
         self._gathered = torch.empty(layout.padded_numel, dtype=dtypes.compute, device=self.device)
         self._segment = segment(self._gathered, comm)
         # Views are made once: their memory is allocated and freed, the tensors stay.
-        pairs = zip(self._views, self._rows, strict=True)
-        self._copied_to = [rows.of_param(view) for view, parts in pairs for rows in parts]
+        self._wholes = self._wholes_of(made.full) if self._copies_columns else []
+        self._copied = [index for index, slot in enumerate(layout.slots) if slot.dim or not self._wholes]
+        self._copied_to = [rows.of_param(self._views[index]) for index in self._copied for rows in self._rows[index]]
         self._copied_from = self._rows_in(self._gathered)
         free_storage(self._gathered)
         return made
 
+    def _wholes_of(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """Return a place in the memory of whole parameters for each column of the buffer of all shards.
+
+        A parameter that is cut along another dimension than the first is not whole there, and is copied afterwards.
+        """
+        layout, found = self.layout, []
+        for index, width in self._columns:
+            start = layout.whole_numel - layout.gap_numel if index is None else layout.slots[index].start
+            found.append(full.as_strided((layout.num_shards, width), (width, 1), full.storage_offset() + start))
+        return found
+
     def _rows_in(self, shards: torch.Tensor) -> list[torch.Tensor]:
-        """Return all rows in a buffer of all shards."""
-        return [rows.in_shards.of(shards) for parts in self._rows for rows in parts]
+        """Return the rows to be copied one by one in a buffer of all shards."""
+        return [rows.in_shards.of(shards) for index in self._copied for rows in self._rows[index]]
 
     @torch.no_grad()
     def _take(self, rows: Sequence[torch.Tensor]) -> None:
@@ -275,6 +291,9 @@ class DTensorParams(ShardedParams):
         assert isinstance(self._buffer, Transient)
         self._buffer.alloc()
         own, self._own_gathered = self._own_gathered, None
+        if self._wholes:
+            by_rank = (self._gathered if own is None else own).view(self.layout.num_shards, -1)
+            torch.split_with_sizes_copy(by_rank, [width for _, width in self._columns], 1, out=self._wholes)
         _compat.copy_to_each_(self._copied_to, self._copied_from if own is None else self._rows_in(own))
         free_storage(self._gathered)
 
@@ -327,6 +346,31 @@ class DTensorParams(ShardedParams):
 
     def gaps(self, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
         return [gap.of(buffer) for gap in self._gaps]
+
+    def fill(self, buffer: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> bool:
+        if not self._copies_columns:
+            return False
+        layout, dtype = self.layout, self.dtypes.compute
+        ranks = layout.num_shards
+        if self._nothing is None:  # kept: the kernel reads it with the gradients
+            self._nothing = torch.zeros(layout.gap_numel, dtype=dtype, device=self.device)
+        found, apart = [], []
+        for index, width in self._columns:
+            if index is None:
+                found.append(self._nothing[: ranks * width])
+                continue
+            slot, grad = layout.slots[index], grads[index]
+            if grad is not None and not slot.dim:
+                found.append(grad.contiguous())
+                continue
+            leaves_gaps = grad is None or ranks * slot.rows != slot.shape[slot.dim]
+            make = torch.zeros if leaves_gaps else torch.empty
+            found.append(make(ranks * width, dtype=dtype, device=self.device))
+            apart += [] if grad is None else [(rows, grad) for rows in self._rows[index]]
+        _compat.cat_chunks(found, buffer.view(ranks, -1))
+        places = [rows.in_shards.of(buffer) for rows, _ in apart]
+        _compat.copy_to_each_(places, [rows.of_param(grad) for rows, grad in apart])
+        return True
 
     def grads_of(self, reduced: torch.Tensor, used: Sequence[bool]) -> list[tuple[nn.Parameter, torch.Tensor]]:
         found = zip(self.params, self._rows_of(reduced), used, strict=True)

@@ -142,6 +142,7 @@ class ShardedGrad:
         self.used = [False] * len(params.leaves)  # by leaf, whether it has had a gradient here since the last `store`
         self._targets: Sequence[Sequence[torch.Tensor]] = ()
         self._filled = [False] * len(params.leaves)
+        self._is_whole = False  # whether zeros are where no leaf has a gradient, too
         self._sent: torch.Tensor | None = None  # the buffer during its reduction
         self._reduced: torch.Tensor | None = None
         self._partial: torch.Tensor | None = None  # what has not been reduced over replicas yet
@@ -188,14 +189,16 @@ class ShardedGrad:
     def begin(self, buffer: torch.Tensor) -> None:
         """Assemble the gradient in `buffer`, 1-D, ``padded_numel`` elements of the reduce dtype."""
         self.buffer = buffer
+        grads = [None if leaf.grad is None else self._take(index) for index, leaf in enumerate(self.params.leaves)]
+        self._filled = [grad is not None for grad in grads]
+        self.used = [used or filled for used, filled in zip(self.used, self._filled, strict=True)]
+        self._is_whole = any(self._filled) and self.params.fill(buffer, grads)
+        if self._is_whole:
+            return
         self._targets = self.params.targets(buffer)
-        waiting = [index for index, leaf in enumerate(self.params.leaves) if leaf.grad is not None]
-        self._filled = [False] * len(self.params.leaves)
-        targets = [target for index in waiting for target in self._targets[index]]
-        sources = [part for index in waiting for part in self.params.sources(index, self._take(index))]
-        _compat.copy_to_each_(targets, sources)
-        for index in waiting:
-            self._filled[index] = self.used[index] = True
+        waiting = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
+        targets = [target for index, _ in waiting for target in self._targets[index]]
+        _compat.copy_to_each_(targets, [part for index, grad in waiting for part in self.params.sources(index, grad)])
 
     def move_from_leaf(self, index: int) -> None:
         """Move the gradient that autograd left on one leaf to its place in the buffer, cast to the reduce dtype."""
@@ -386,11 +389,14 @@ class ShardedGrad:
 
     def _complete(self) -> None:
         assert self.buffer is not None
-        for filled, targets in zip(self._filled, self._targets, strict=True):
-            for target in () if filled else targets:
-                target.zero_()
-        for gap in self.params.gaps(self.buffer):
-            gap.zero_()
+        if self._is_whole:
+            return
+        if not any(self._filled):
+            self.buffer.zero_()
+            return
+        pairs = zip(self._filled, self._targets, strict=True)
+        unused = [target for filled, targets in pairs for target in (() if filled else targets)]
+        _compat.zero_each_([*unused, *self.params.gaps(self.buffer)])
 
     def _drop_buffer(self) -> None:
         self.buffer = None

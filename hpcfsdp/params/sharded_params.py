@@ -191,6 +191,14 @@ class ShardedParams(abc.ABC):
     def gaps(self, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return views of the elements of a buffer of gradients that belong to no leaf."""
 
+    def fill(self, buffer: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Write a whole buffer of gradients at once: those of all leaves, zeros for None, and zeros in the gaps.
+
+        Return False, with nothing written, where leaf by leaf is as fast.
+        """
+        del buffer, grads
+        return False
+
     @abc.abstractmethod
     def grads_of(self, reduced: torch.Tensor, used: Sequence[bool]) -> list[tuple[nn.Parameter, Any]]:
         """Return the parameters that are stepped, if `used`, with their parts of what was `reduced`, like the shard."""

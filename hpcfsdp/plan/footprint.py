@@ -100,6 +100,9 @@ class Replay:
         self._now["parameters"] = self.step.buffer_bytes
         if setup.front == "class":  # modules hold a number for each parameter
             self._now["parameters"] += sum(allocated(len(group.params), group.dtypes.param) for group in groups)
+        else:  # zeros between gradients, to be copied with them
+            gaps = ((group.layout.gap_numel, group.dtypes.compute) for group in trained)
+            self._now["parameters"] += sum(allocated(numel, dtype) for numel, dtype in gaps if numel)
         if setup.offload:
             scratch = optimizer.scratch * sum(stepped)
             host = {"parameters": shards, "optimizer": state, "gradients": grads, "scratch": scratch}
