@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from hpcfsdp import _compat
+from hpcfsdp.comm import Communicator
 from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError, ShardingError
 from hpcfsdp.params.granularity import Granularity, GranularityOf
@@ -291,18 +292,40 @@ def own_params(
         raise ValueError(
             f"the parameters of one unit are on several devices ({places}): move them to one, or pass device_id"
         )
-    here = options.device or next(iter(devices), None)
-    there = None if mesh is None else mesh.dtensor_ranks.device
-    if here is not None and there is not None and here.type != there.type:
+    if mesh is not None:
         kinds = " + ".join(type(each).__name__ for each in roots)
-        raise ValueError(
-            f"the parameters of {kinds} are on {here}, and its ranks communicate on {there.type}: pass "
-            f"device_id={there.type!r}, or a process group or mesh for {here.type}"
-        )
+        check_device(kinds, devices, options.device, mesh.dtensor_ranks)
     groups: dict[tuple[torch.dtype, bool, bool], list[OwnParam]] = {}
     for param, entry in found.items():
         groups.setdefault((param.dtype, param.requires_grad, is_apart[param]), []).append(entry)
     return OwnParams(list(groups.values()), {name: buffer for buffer, name in buffers.items()})
+
+
+def check_device(
+    kinds: str, devices: Mapping[torch.device, str], wanted: torch.device | None, ranks: Communicator
+) -> None:
+    """Raise ValueError unless the parameters of modules of some `kinds` are where the ranks communicate, or will be.
+
+    Args:
+        devices: those of the parameters, each with the name of one.
+        wanted: the device to compute on; None: that of the parameters.
+    """
+    there, here = ranks.device, wanted or next(iter(devices), None)
+    if here is not None and here.type != there.type:
+        raise ValueError(
+            f"the parameters of {kinds} are on {here}, and its ranks communicate on {there.type}: pass "
+            f"device_id={there.type!r}, or a process group or mesh for {here.type}"
+        )
+    places = {each: f"parameter {fqn!r} of {kinds} is on" for each, fqn in devices.items()}
+    places |= {wanted: f"device_id of {kinds} is"} if wanted else {}
+    for each, what in places.items():
+        if each.type == there.type and None not in (each.index, there.index) and each != there:
+            rank = getattr(ranks, "world_ranks", range(ranks.size))[ranks.rank]
+            raise ValueError(
+                f"rank {rank}: {what} {each}, but this rank communicates on {there}: build the module there, "
+                f"or move it before it is wrapped (model.to({str(there)!r}), with hpcfsdp.init: world.device), and "
+                "leave torch's current device as it is"
+            )
 
 
 def _own_param(param: nn.Parameter, fqn: str, index: int, mesh: UnitMesh | None) -> OwnParam:

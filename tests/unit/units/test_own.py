@@ -1,10 +1,12 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from hpcfsdp.fsdp import MixedPrecision
-from hpcfsdp.units.own import UNIT, Ignored, UnitOptions, label, move_buffers, own_params
+from hpcfsdp.units.own import UNIT, Ignored, UnitOptions, check_device, label, move_buffers, own_params
 from tests.unit.units.units import mark_as_unit
 
 
@@ -125,6 +127,24 @@ def test_parameters_on_several_devices_are_named_with_theirs():
         "the parameters of one unit are on several devices ('a.bias' on cpu, 'b.bias' on meta): move them to one, or "
         "pass device_id"
     )
+
+
+MINE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("devices", "wanted", "what"),
+    [
+        ({OTHER: "0.weight"}, None, "parameter '0.weight' of GPT is on"),
+        ({OTHER: "0.weight"}, MINE, "parameter '0.weight' of GPT is on"),
+        ({}, OTHER, "device_id of GPT is"),
+    ],
+)
+def test_parameters_on_the_device_of_another_rank_are_refused(devices, wanted, what):
+    ranks = SimpleNamespace(device=MINE, rank=1, size=2, world_ranks=(4, 6))
+    with pytest.raises(ValueError, match=rf"^rank 6: {what} cuda:1, but .* on cuda:0: build .*world\.device"):
+        check_device("GPT", devices, wanted, ranks)
+    check_device("GPT", {MINE: "0.weight", torch.device("cpu"): "1.weight"}, torch.device("cuda"), ranks)
 
 
 class Codes(torch.Tensor):
