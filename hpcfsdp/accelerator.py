@@ -47,13 +47,16 @@ class Hardware:
     name: str
     uuid: str | None  # the same for all processes that share the hardware; None where the driver gives none
     nbytes: int  # of memory, 0 where it is unknown
+    pci: str | None = None  # its address on the PCI bus, as "0000:c1:00.0"; None where the driver gives none
 
 
 def describe(device: torch.device) -> Hardware:
     """Return what a device is."""
     found = getattr(torch.get_device_module(device), "get_device_properties", lambda device: None)(device)
     name, uuid = getattr(found, "name", device.type), getattr(found, "uuid", None)
-    return Hardware(name, None if uuid is None else str(uuid), getattr(found, "total_memory", 0))
+    domain, bus, slot = (getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    pci = f"{domain or 0:04x}:{bus:02x}:{slot:02x}.0" if isinstance(bus, int) and isinstance(slot, int) else None
+    return Hardware(name, None if uuid is None else str(uuid), getattr(found, "total_memory", 0), pci)
 
 
 def frees_by_stream(device: torch.device) -> bool:

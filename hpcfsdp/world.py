@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import logging
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hpcfsdp import env
 from hpcfsdp.errors import CommunicationError, HangError, LaunchError, nearest
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("hpcfsdp.hang")
+
+_REPORT_S = 60.0  # how long a report about a hang may take
 
 
 @dataclass(frozen=True)
@@ -187,27 +190,20 @@ def init(
     from hpcfsdp.comm import progress, torch_group  # this and the next load torch, after MPI: Cray needs this order
     from hpcfsdp.comm.backend import process_group as hpcmpi
     from hpcfsdp.comm.mpi.communicator import MpiCommunicator
-    from hpcfsdp.launch import device as devices, rendezvous
+    from hpcfsdp.launch import rendezvous
 
     hpcmpi.register()
     departure.is_clean = False
     topology, chosen = _agree(settings)
     job_name, folder = _name_run(run_dir)
-    with together.raise_lowest(comm):
-        uuid = devices.activate(chosen)
     node = cast("MPI.Intracomm", comm.Split(job.topology.node_rank(comm.rank), comm.rank))
-    with together.raise_lowest(comm):
-        devices.share_node(chosen, uuid, node, exclusive="ccl" in (backend or "nccl"))
+    chosen, local_rank = _settle(settings, chosen, node)
     creates_group = not dist.is_initialized()
     if creates_group:
         backend = backend or (hpcmpi.NAME if chosen.type == "cpu" else _backend_of(chosen))
         store, address = rendezvous.open_store(comm, single_node=job.topology.num_nodes == 1, timeout_s=timeout_s)
-        job.export(topology, address, store.port)
-        timeout = datetime.timedelta(seconds=timeout_s)
-        options = topology if backend == hpcmpi.NAME else None
-        dist.init_process_group(
-            backend, store=store, rank=comm.rank, world_size=comm.size, timeout=timeout, pg_options=options
-        )
+        job.export(topology, address, store.port, local_rank if topology == job.topology else None)
+        _make_group(store, backend, chosen, timeout_s, topology if backend == hpcmpi.NAME else None)
         departure.catch_errors(comm)  # again: the hook of torch holds output back until ours returns
     elif backend is not None and backend != dist.get_backend():
         raise LaunchError(f"backend {backend!r} was asked for, but torch.distributed runs on {dist.get_backend()!r}")
@@ -237,6 +233,24 @@ def init(
         progress.start_thread()
     node.Free()
     return _world
+
+
+def _settle(settings: _Settings, chosen: torch.device, node: MPI.Intracomm) -> tuple[torch.device, int]:
+    """Return this rank's device, which becomes the current one, and ``LOCAL_RANK``. Collective over all ranks.
+
+    `chosen` is what the rank would use by itself; `node` has the ranks of its node.
+    """
+    from hpcfsdp.launch import device as devices  # loads torch
+
+    comm = current_job().comm
+    with together.raise_lowest(comm):
+        here = devices.look(chosen, named=":" in (settings.device or ""))
+    places = node.allgather(here)
+    numbers = devices.assign(places)
+    with together.raise_lowest(comm):
+        device = devices.activate(chosen.type, numbers[node.rank])
+        devices.share_node(places, numbers, node.rank, exclusive="ccl" in (settings.backend or "nccl"))
+    return device, devices.local_rank(numbers, node.rank)
 
 
 def _name_run(run_dir: str | Path | None) -> tuple[str, Path]:
@@ -270,7 +284,11 @@ def _watch_for_hangs(job: Job, node: MPI.Intracomm, name: str, folder: Path) -> 
     rank, nodes = job.comm.rank, job.topology.nodes
     seat = hang.Seat(name, rank, nodes, job.topology.node_rank(rank), memoryview(memory.numpy().data), env.host_name())
     end_job = functools.partial(departure.abort, exit_code=HangError.exit_code)
-    hang.watcher = hang.Watcher(seat, folder, env.hang_s(), end_job=end_job, traces=_compat.flight_record)
+    assert _world is not None
+    limit_s = env.hang_s()
+    if _world.device.type != "cpu":  # its backend would end the job, without a report
+        limit_s = min(limit_s, _world.settings.timeout_s)
+    hang.watcher = hang.Watcher(seat, folder, limit_s, end_job=end_job, traces=_compat.flight_record)
 
 
 def _agree(settings: _Settings) -> tuple[Topology, torch.device]:
@@ -324,6 +342,31 @@ def _backend_of(device: torch.device) -> str:
         raise LaunchError(
             f"torch has no backend for process groups on {device.type!r}: give one with backend=, or device='cpu'"
         ) from None
+
+
+def _make_group(store: Any, backend: str, device: torch.device, timeout_s: float, options: Topology | None) -> None:
+    """Make torch's default process group. Collective over all ranks.
+
+    Where one of its backends is the device's own, the group is bound to the device: it connects its ranks at once, and
+    its barriers need not guess a device from the global rank. Such a backend ends the job at the timeout, so that a
+    report about the hang, which begins then, needs more time.
+    """
+    import torch.distributed as dist
+
+    comm, own = current_job().comm, None
+    if device.type != "cpu":
+        with contextlib.suppress(ValueError):  # torch knows no backend for it
+            own = dist.get_default_backend_for_device(device)
+    bound = device if own in [part.rpartition(":")[2] for part in backend.split(",")] else None
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=comm.rank,
+        world_size=comm.size,
+        timeout=datetime.timedelta(seconds=timeout_s + (_REPORT_S if bound is not None and env.hang_s() else 0)),
+        pg_options=options,
+        device_id=bound,
+    )
 
 
 def before_finalize(finish: Callable[[], None]) -> None:
