@@ -83,6 +83,22 @@ def versions(device: torch.device) -> dict[str, str]:
     return {name: version for name, version in found.items() if version}
 
 
+_DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd")
+
+
+def unseen_driver() -> str | None:
+    """Say that this machine has a driver for accelerators, but torch sees no device; None if that is not so."""
+    found = next((path for path in _DRIVER_FILES if Path(path).exists()), None)
+    if found is None or device_type() is not None:
+        return None
+    kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
+    built_for = next((f"{kind} {version}" for kind, version in kinds.items() if version), None)
+    text = f"{found} is there, but torch {torch.__version__}, built for {built_for or 'the CPU'}, sees no device"
+    if built_for is None:
+        return f"{text}: install a torch that is built for the driver (https://pytorch.org/get-started)"
+    return f"{text}: ask the launcher for devices (srun --gpus-per-node=N), or compare the driver with torch"
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all work of a device."""
     torch.accelerator.synchronize(device)

@@ -63,10 +63,17 @@ _OPEN_MPI_MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
 _DIAGNOSTIC = (
     *_LAUNCHER_SIZES,
     *_LAUNCHER_RANKS,
-    *("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "MPI4PY_RC_THREAD_LEVEL", "MPICH_GPU_SUPPORT_ENABLED"),
-    *("NCCL_SOCKET_IFNAME", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMP_NUM_THREADS"),
+    *("MASTER_ADDR", "MASTER_PORT", "MPI4PY_RC_THREAD_LEVEL"),
+    *("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMP_NUM_THREADS"),
     *("SLURM_JOB_ID", "SLURM_MPI_TYPE", "SLURM_STEP_ID"),
 )
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Variables for the devices that a process sees, which may differ between ranks."""
+_ON_ACCELERATORS = (
+    *("NCCL_", "TORCH_NCCL_", "RCCL_", "MPICH_GPU_", "FI_CXI_", "CUDA_DEVICE_MAX_CONNECTIONS", *VISIBLE),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
+)
+"""The beginnings of variables that decide how accelerators, their memory and their networks are used."""
 
 
 _exported: dict[str, str] = {}  # variables that this process has set itself: another rendezvous may change them
@@ -208,7 +215,37 @@ def _seconds(name: str, default: str, zero: str) -> float:
 
 def diagnostic_values() -> dict[str, str]:
     """Return the variables for ``hpcfsdp doctor`` that are set."""
-    return {name: os.environ[name] for name in _DIAGNOSTIC if name in os.environ}
+    return {name: os.environ[name] for name in _DIAGNOSTIC if name in os.environ} | accelerator_values()
+
+
+def accelerator_values() -> dict[str, str]:
+    """Return the variables that are set and decide how accelerators, their memory and their networks are used."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_ON_ACCELERATORS)}
+
+
+def device_connections() -> int | None:
+    """Return ``CUDA_DEVICE_MAX_CONNECTIONS``, the queues between a process and its GPU; None where it is no number.
+
+    With one, kernels of all streams wait for each other in the order in which they were launched.
+    """
+    count = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(count) if count.isdecimal() else None
+
+
+def hides_devices() -> bool:
+    """Return whether the user has left no device to this process, as by ``CUDA_VISIBLE_DEVICES=``."""
+    return any(os.environ.get(name) in ("", "-1") for name in VISIBLE)
+
+
+def gpu_aware_mpi() -> bool:
+    """Return whether Cray's MPI is to take GPU memory, and nothing preloads its library for that, GTL."""
+    preloaded = "libmpi_gtl_" in os.environ.get("LD_PRELOAD", "")
+    return os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1" and not preloaded
+
+
+def on_cray() -> bool:
+    """Return whether Cray's MPI is the one of this environment, by its module."""
+    return "CRAY_MPICH_VERSION" in os.environ or "CRAY_MPICH_DIR" in os.environ
 
 
 def colour_refused() -> bool:

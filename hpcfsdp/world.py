@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,7 +241,8 @@ def _settle(settings: _Settings, chosen: torch.device, node: MPI.Intracomm) -> t
 
     `chosen` is what the rank would use by itself; `node` has the ranks of its node.
     """
-    from hpcfsdp.launch import device as devices  # loads torch
+    from hpcfsdp import accelerator  # this and the next load torch
+    from hpcfsdp.launch import device as devices
 
     comm = current_job().comm
     with together.raise_lowest(comm):
@@ -250,6 +252,13 @@ def _settle(settings: _Settings, chosen: torch.device, node: MPI.Intracomm) -> t
     with together.raise_lowest(comm):
         device = devices.activate(chosen.type, numbers[node.rank])
         devices.share_node(places, numbers, node.rank, exclusive="ccl" in (settings.backend or "nccl"))
+    by_chance = settings.device is None and device.type == "cpu" and not env.hides_devices()
+    unseen = accelerator.unseen_driver() if by_chance else None
+    if together.minima(comm, [comm.size if unseen is None else comm.rank]) == [comm.rank]:  # one rank of the job warns
+        text = (
+            f"all ranks compute on the CPU: on {env.host_name()} {unseen}; hpcfsdp.init(device='cpu') if that is meant"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
     return device, devices.local_rank(numbers, node.rank)
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import os
+import re
+import sys
 import warnings
 from array import array
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
@@ -44,13 +49,15 @@ def load_mpi() -> Any:
     """Initialise MPI, if that has not happened, and return ``mpi4py.MPI``.
 
     On Cray systems mpi4py has to be loaded before torch: commands call this first of all. Raises LaunchError if MPI has
-    been finalised already, or the launcher started several processes, and this MPI library takes each for a job of one.
+    been finalised already, would end the process as it starts (``check_gtl``), or takes each of several processes that
+    the launcher started for a job of one.
     """
     try:
         os.getcwd()
     except OSError as error:  # before libraries that end the process
         where = os.readlink("/proc/self/cwd")
         raise LaunchError(f"the working directory {where}: {error.strerror}; start in a folder that stays") from None
+    check_gtl()
     with env.singleton_mpi():
         from mpi4py import MPI
     if MPI.Is_finalized():
@@ -70,6 +77,33 @@ def load_mpi() -> Any:
             "mpirun, choose its plug-in (srun --mpi=pmix or --mpi=pmi2), or install mpi4py for the launcher's MPI"
         )
     return MPI
+
+
+_CRAYS_MPI = re.compile(rb"libmpi_(cray|gnu|intel|nvidia|amd|aocc)(_\w+)?\.so")
+
+
+def check_gtl() -> None:
+    """Not collective, before MPI starts. Raise where Cray's MPI is to take GPU memory without its library for that.
+
+    It would end the process, and name no remedy. Where mpi4py does not say which MPI it loads, warn.
+    """
+    if not env.gpu_aware_mpi() or "mpi4py.MPI" in sys.modules:
+        return
+    known = b""
+    with contextlib.suppress(OSError, ImportError, AttributeError, TypeError, ValueError):
+        known = Path("/proc/self/maps").read_bytes()
+        known += Path(importlib.util.find_spec("mpi4py.MPI").origin).read_bytes()  # type: ignore[union-attr, arg-type]
+    by_cray = _CRAYS_MPI.search(known) is not None
+    if b"libmpi_gtl_" in known or not (by_cray or env.on_cray()):
+        return
+    text = (
+        "MPICH_GPU_SUPPORT_ENABLED=1, but mpi4py is not linked with Cray's library for that (libmpi_gtl_cuda or _hsa): "
+        "MPI_Init ends the process with 'GTL library is not linked'. hpcfsdp gives no GPU memory to MPI: export "
+        "MPICH_GPU_SUPPORT_ENABLED=0; or build mpi4py with the module craype-accel-* loaded, or preload that library"
+    )
+    if by_cray:
+        raise LaunchError(text)
+    warnings.warn(f"where mpi4py loads Cray's MPI: {text}", RuntimeWarning, stacklevel=3)
 
 
 def check_step() -> None:

@@ -5,9 +5,11 @@ import torch
 import torch.distributed as dist
 
 import hpcfsdp
-from hpcfsdp import env
+from hpcfsdp import accelerator, env, world as worlds
 from hpcfsdp.errors import LaunchError
 from hpcfsdp.launch import rendezvous, together
+from hpcfsdp.launch.job import current_job
+from tests.under_mpi import MPI
 
 pytestmark = [pytest.mark.ranks(2, 1, 3, 4), pytest.mark.transport]
 
@@ -140,6 +142,25 @@ def test_threads_are_shared_between_the_ranks_of_a_node(world):
     everyone = world.comm.allgather(cores)
     threads = world.comm.allgather(device.fair_threads(cores, everyone))
     assert sum(threads) <= max(len(set().union(*everyone)), world.size)
+
+
+def test_one_rank_warns_where_a_driver_has_no_devices(world, monkeypatch, recwarn):
+    node = current_job().comm.Split_type(MPI.COMM_TYPE_SHARED)
+    concerned = world.size // 2
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(accelerator, "unseen_driver", lambda: "no driver" if world.rank >= concerned else None)
+
+    def warned(**settings):
+        recwarn.clear()
+        worlds._settle(worlds._Settings(**settings), torch.device("cpu"), node)
+        return world.comm.allgather([str(each.message) for each in recwarn])
+
+    text = f"all ranks compute on the CPU: on {env.host_name()} no driver; hpcfsdp.init(device='cpu') if that is meant"
+    assert warned() == [[text] if rank == concerned else [] for rank in range(world.size)]
+    assert warned(device="cpu") == [[]] * world.size
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert warned() == [[]] * world.size
+    node.Free()
 
 
 def test_init_with_other_arguments_is_refused(world):

@@ -48,3 +48,36 @@ def test_only_variables_that_are_set_are_reported(monkeypatch):
     assert env.diagnostic_values() == {}
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     assert env.diagnostic_values() == {"NCCL_SOCKET_IFNAME": "ib0"}
+
+
+def test_variables_that_decide_on_accelerators_are_reported_by_their_beginnings(monkeypatch):
+    values = {
+        **{"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "1", "ZE_AFFINITY_MASK": "0.1"},
+        **{"NCCL_ALGO": "Ring", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "RCCL_MSCCL_ENABLE": "0"},
+        **{"MPICH_GPU_SUPPORT_ENABLED": "0", "FI_CXI_ATS": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        **{"PYTORCH_CUDA_ALLOC_CONF": "x", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    }
+    set_all(monkeypatch, values | {"CUDA_HOME": "/usr", "OMP_NUM_THREADS": "1"})
+    assert env.accelerator_values() == values
+    assert env.diagnostic_values() == values | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(("given", "count"), [(None, None), ("1", 1), ("32", 32), ("", None), ("one", None)])
+def test_queues_between_a_process_and_its_gpu(monkeypatch, given, count):
+    if given is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    assert env.device_connections() == count
+
+
+@pytest.mark.parametrize(
+    ("environ", "hides"),
+    [
+        ({}, False),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, False),
+        ({"CUDA_VISIBLE_DEVICES": ""}, True),
+        ({"HIP_VISIBLE_DEVICES": "-1"}, True),
+    ],
+)
+def test_a_user_may_hide_all_devices(monkeypatch, environ, hides):
+    set_all(monkeypatch, environ)
+    assert env.hides_devices() is hides

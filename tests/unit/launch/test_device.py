@@ -264,3 +264,22 @@ def test_ranks_that_share_a_gpu_are_named_unless_the_backend_allows_it():
         "NCCL and its like refuse: start at most one rank for each device (srun --ntasks-per-node=N, mpirun --map-by "
         "ppr:N:node), or let each see another one (srun --gpus-per-task=1)"
     )
+
+
+@pytest.mark.parametrize(
+    ("cuda", "remedy"),
+    [
+        (None, "built for the CPU, sees no device: install a torch"),
+        ("13.0", "built for CUDA 13.0, sees no device: ask the"),
+    ],
+)
+def test_a_driver_without_devices_is_named_with_the_build_of_torch(monkeypatch, tmp_path, cuda, remedy):
+    driver = tmp_path / "kfd"
+    monkeypatch.setattr(accelerator, "_DRIVER_FILES", (str(tmp_path / "nvidiactl"), str(driver)))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(accelerator, "device_type", lambda: None)
+    assert accelerator.unseen_driver() is None
+    driver.touch()
+    assert accelerator.unseen_driver().startswith(f"{driver} is there, but torch {torch.__version__}, {remedy}")
+    monkeypatch.setattr(accelerator, "device_type", lambda: "cuda")
+    assert accelerator.unseen_driver() is None

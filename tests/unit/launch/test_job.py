@@ -111,3 +111,48 @@ def test_mpi_cannot_start_again_after_its_end(mpi):
     assert str(caught.value) == (
         "MPI has been finalised in this process and cannot start again; call hpcfsdp.init() earlier"
     )
+
+
+CRAY, GTL, ABI = b"\0libmpi_gnu_123.so.12\0", b"libmpi_gtl_hsa.so.0\0", b"\0libmpi.so.12\0libc.so.6\0"
+
+
+@pytest.mark.parametrize(
+    ("needed", "environ", "outcome"),
+    [
+        (CRAY, {}, "raises"),
+        (b"\0libmpi_cray.so.12\0", {}, "raises"),
+        (CRAY + GTL, {}, "passes"),  # the compiler of Cray links it
+        (CRAY, {"LD_PRELOAD": "/opt/cray/pe/lib64/libmpi_gtl_hsa.so"}, "passes"),
+        (CRAY, {"MPICH_GPU_SUPPORT_ENABLED": "0"}, "passes"),
+        (ABI, {}, "passes"),  # any MPICH
+        (ABI, {"CRAY_MPICH_VERSION": "8.1.30"}, "warns"),
+        (None, {"CRAY_MPICH_VERSION": "8.1.30"}, "warns"),
+        (None, {}, "passes"),
+    ],
+)
+def test_mpi_of_cray_that_would_end_the_process_as_it_starts(tmp_path, monkeypatch, needed, environ, outcome):
+    for name in ("LD_PRELOAD", "CRAY_MPICH_VERSION", "CRAY_MPICH_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"MPICH_GPU_SUPPORT_ENABLED": "1"} | environ).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    extension = tmp_path / "MPI.so"
+    if needed is not None:
+        extension.write_bytes(b"\x7fELF" + needed)
+    monkeypatch.setattr(job.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(extension)))
+    if outcome == "raises":
+        with pytest.raises(LaunchError, match=r"GTL library is not linked.*export MPICH_GPU_SUPPORT_ENABLED=0"):
+            job.load_mpi()
+    elif outcome == "warns":
+        with pytest.warns(RuntimeWarning, match="where mpi4py loads Cray's MPI: MPICH_GPU_SUPPORT_ENABLED=1"):
+            job.check_gtl()
+    else:
+        job.check_gtl()
+
+
+def test_mpi_that_has_started_is_not_looked_at(mpi, monkeypatch):
+    library = mpi(1)
+    monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", "1")
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", library)
+    monkeypatch.setattr(job.importlib.util, "find_spec", lambda name: pytest.fail("looked"))
+    job.check_gtl()
