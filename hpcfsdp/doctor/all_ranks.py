@@ -6,7 +6,8 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ def steps(limit_s: float) -> Iterator[dict[str, Any]]:
     yield {"stage": "finding the nodes"}
     job = current_job()
     topology = job.topology
-    table = job.comm.allgather(_of_this_rank(topology.local_rank(job.comm.rank)))
+    place, error = _place()
+    facts = device_facts(job.comm.rank, topology.node_of(job.comm.rank), job.comm.allgather(place))
+    table = job.comm.allgather({**_of_this_rank(), **facts, "accelerator_error": error})
     yield {"nodes": [list(node) for node in topology.nodes], "ranks": table}
 
     yield {"stage": "connecting the ranks by TCP"}
@@ -41,8 +44,7 @@ def steps(limit_s: float) -> Iterator[dict[str, Any]]:
         return
 
     # Whether ``hpcfsdp.init`` will give each rank an accelerator that no other rank uses.
-    uuids = [row["accelerator"]["uuid"] for row in table if row["accelerator"]]
-    on_own = len(uuids) == len(table) == len(set(uuids))
+    on_own = all(row["accelerator"] and row["accelerator"]["lowest_rank"] == n for n, row in enumerate(table))
     yield {"stage": f"hpcfsdp.init on {'accelerators' if on_own else 'the CPU'}"}
     try:
         world = worlds.init(None if on_own else "cpu", timeout_s=limit_s)
@@ -62,7 +64,7 @@ def steps(limit_s: float) -> Iterator[dict[str, Any]]:
     worlds.finalize()
 
 
-def _of_this_rank(local_rank: int) -> dict[str, Any]:
+def _of_this_rank() -> dict[str, Any]:
     import psutil
 
     interfaces: dict[str, list[str]] = {}
@@ -84,21 +86,32 @@ def _of_this_rank(local_rank: int) -> dict[str, Any]:
         "shm_bytes": shm_bytes,
         "torch_folder": str(Path(torch.__file__).parent),
         "torch_file_system": file_system_of(torch.__file__),
-        **_accelerator(local_rank),
+        "variables": env.accelerator_values(),
+        "device_connections": env.device_connections(),
     }
 
 
-def _accelerator(local_rank: int) -> dict[str, Any]:
-    facts: dict[str, Any] = {"devices_visible": 0, "accelerator": None, "accelerator_error": None}
+def _place() -> tuple[devices.Place, str | None]:
+    """Return the cores and devices of this rank, and what keeps it from the devices."""
     try:
-        facts["devices_visible"] = accelerator.device_count()
-        if facts["devices_visible"]:
-            device = devices.choose(None, local_rank)
-            found = accelerator.describe(device)
-            facts["accelerator"] = {"device": str(device), "name": found.name, "bytes": found.nbytes}
-            facts["accelerator"]["uuid"] = found.uuid or f"{device} of rank {local_rank}"
+        return devices.look(devices.choose(None, 0), named=False), None
     except RuntimeError as error:
-        facts["accelerator_error"] = str(error).splitlines()[0]
+        return devices.look(torch.device("cpu"), named=False), str(error).splitlines()[0]
+
+
+def device_facts(rank: int, node: Sequence[int], places: Sequence[devices.Place]) -> dict[str, Any]:
+    """Return facts about the device that ``hpcfsdp.init`` will give a rank; `node` has the ranks of its node.
+
+    "lowest_rank" is the lowest one that uses the same device, "far" whether none of the rank's cores is next to it.
+    """
+    local, mine = node.index(rank), [places[each] for each in node]
+    here, numbers = mine[local], devices.assign(mine)
+    facts: dict[str, Any] = {"devices_visible": len(here.devices), "accelerator": None}
+    if here.devices:
+        number, near = numbers[local], here.near[numbers[local]]
+        lowest = devices.owners(mine, numbers)[local] if all(each.devices for each in mine) else local
+        facts["accelerator"] = {"device": f"{accelerator.device_type()}:{number}", "lowest_rank": node[lowest]}
+        facts["accelerator"] |= {"far": bool(near) and near.isdisjoint(here.cores)} | asdict(here.devices[number])
     return facts
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+from hpcfsdp import env
 from hpcfsdp.doctor.findings import Finding, note, ok, problem, warning
 from hpcfsdp.text.terminal import members, ranks as named, spans
 
@@ -26,6 +27,7 @@ def judge_ranks(facts: dict[str, Any], table: Rows) -> Iterator[Finding]:
     yield from judge_same_software(table)
     yield from judge_nodes(nodes, [row["host"] for row in table])
     yield from judge_devices(nodes, table)
+    yield from judge_variables(table)
     yield from judge_binding(nodes, [members(row["cores"]) for row in table])
     yield from judge_threads(nodes, table)
     yield from judge_files(nodes, table)
@@ -82,9 +84,9 @@ def judge_devices(nodes: list[list[int]], table: Rows) -> list[Finding]:
         return [problem("devices", what, "ask for accelerators on every node, or train with --device cpu")]
     found, hint = [], "at most one rank per device; or let each rank see another one: srun --gpus-per-task=1"
     for node in nodes:
-        owners: dict[str, list[int]] = {}
+        owners: dict[int, list[int]] = {}
         for rank in node:
-            owners.setdefault(table[rank]["accelerator"]["uuid"], []).append(rank)
+            owners.setdefault(table[rank]["accelerator"]["lowest_rank"], []).append(rank)
         for rank, *twins in owners.values():
             if twins:
                 what = f"{named([rank, *twins])} on {table[rank]['host']} share one device"
@@ -94,13 +96,39 @@ def judge_devices(nodes: list[list[int]], table: Rows) -> list[Finding]:
             what = f"{table[node[0]]['host']} has {visible} visible devices for {len(node)} rank(s): some are idle"
             found.append(note("devices", what, f"start {visible} ranks on each node"))
     devices = [row["accelerator"] for row in table]
-    sizes = [f", {device['bytes'] / (1 << 30):.0f} GiB" if device["bytes"] else "" for device in devices]
+    far = [rank for rank, device in enumerate(devices) if device["far"]]
+    if far:
+        what = f"{named(far)} may run on no core next to the device: copies to and from host memory are slower"
+        found.append(warning("devices", what, "srun --gpu-bind=closest, or bind each rank to cores next to its device"))
+    sizes = [f", {device['nbytes'] / (1 << 30):.0f} GiB" if device["nbytes"] else "" for device in devices]
     kinds = sorted({f"{device['name']}{size}" for device, size in zip(devices, sizes, strict=True)})
     if len(kinds) > 1:
         found.append(note("devices", f"devices differ: {', '.join(kinds)}; the slowest sets the pace"))
     if any(finding.level == "problem" for finding in found):
         return found
     return [ok("devices", f"each rank has its own ({', '.join(kinds)})"), *found]
+
+
+def judge_variables(table: Rows) -> Iterator[Finding]:
+    """List the variables that decide on accelerators, and judge them. Nothing where none is set."""
+    alike = []
+    for name in sorted({name for row in table for name in row["variables"]}):
+        where: dict[str | None, list[int]] = {}
+        for rank, row in enumerate(table):
+            where.setdefault(row["variables"].get(name), []).append(rank)
+        if len(where) == 1 or name in env.VISIBLE:
+            alike.append(f"{name}={next(iter(where))}" if len(where) == 1 else f"{name} for each rank")
+        else:
+            text = "; ".join(f"{'unset' if value is None else value} on {named(on)}" for value, on in where.items())
+            hint = "export it in the job script, the same on all ranks (mpirun: -x NAME)"
+            yield warning("variables", f"ranks differ: {name}: {text}", hint)
+    if alike:
+        yield ok("variables", ", ".join(alike))
+    single = [rank for rank, row in enumerate(table) if row["accelerator"] and row["device_connections"] == 1]
+    if single:
+        what = f"CUDA_DEVICE_MAX_CONNECTIONS=1 on {named(single)}: all streams share one queue, in which copies wait"
+        hint = "unset it, unless another library needs it"
+        yield warning("variables", f"{what} for kernels, and collectives of two groups perhaps for ever", hint)
 
 
 def judge_binding(nodes: list[list[int]], cores: list[set[int]]) -> list[Finding]:

@@ -1,6 +1,11 @@
+from dataclasses import asdict
+
 import pytest
 
-from hpcfsdp.doctor.all_ranks import file_system_of
+from hpcfsdp import accelerator
+from hpcfsdp.accelerator import Hardware
+from hpcfsdp.doctor.all_ranks import device_facts, file_system_of
+from hpcfsdp.launch.device import Place
 
 MOUNTS = """\
 overlay / overlay rw 0 0
@@ -33,3 +38,19 @@ def test_without_mounts_nothing_is_known():
 
 def test_this_machine_has_a_file_system():
     assert file_system_of("/proc/self") == "proc"
+
+
+def test_facts_about_devices_are_those_that_init_will_choose(monkeypatch):
+    monkeypatch.setattr(accelerator, "device_type", lambda: "cuda")
+    cards = tuple(Hardware("H200", f"GPU-{n}", 8, f"0000:0{n}:00.0") for n in range(2))
+    near = frozenset({2, 3}), frozenset({0, 1})
+    places = [Place(frozenset({4})), Place(frozenset({0}), None, cards, near), Place(frozenset({1}), None, cards, near)]
+    assert device_facts(0, [0], places) == {"devices_visible": 0, "accelerator": None}
+    first, second = (device_facts(rank, [1, 2], places) for rank in (1, 2))
+    expected = {"device": "cuda:1", "lowest_rank": 1, "far": False}
+    assert first == {"devices_visible": 2, "accelerator": expected | asdict(cards[1])}
+    expected = {"device": "cuda:0", "lowest_rank": 2, "far": True}
+    assert second["accelerator"] == expected | asdict(cards[0])
+    shared = [Place(frozenset({0}), None, cards[:1], near[:1])] * 2
+    assert device_facts(1, [0, 1], shared)["accelerator"]["lowest_rank"] == 0
+    assert device_facts(1, [0, 1], [places[0], shared[0]])["accelerator"]["lowest_rank"] == 1

@@ -8,8 +8,8 @@ def levels(findings):
     return [finding.level for finding in findings]
 
 
-def gpu_row(uuid, visible=2, **changed):
-    gpu = {"device": "cuda:0", "name": "H200", "uuid": uuid, "bytes": 139 << 30}
+def gpu_row(lowest_rank, visible=2, far=False, **changed):
+    gpu = {"device": "cuda:0", "name": "H200", "nbytes": 139 << 30, "lowest_rank": lowest_rank, "far": far}
     return {"host": "n1", "devices_visible": visible, "accelerator": gpu, "accelerator_error": None} | changed
 
 
@@ -37,12 +37,12 @@ def test_many_nodes_are_not_all_listed():
 
 def test_devices():
     assert levels(rank_findings.judge_devices([[0, 1]], [CPU_ROW, CPU_ROW])) == ["ok"]
-    (finding,) = rank_findings.judge_devices([[0, 1]], [gpu_row("a"), gpu_row("b")])
+    (finding,) = rank_findings.judge_devices([[0, 1]], [gpu_row(0), gpu_row(1)])
     assert (finding.level, finding.what) == ("ok", "each rank has its own (H200, 139 GiB)")
 
 
 def test_two_ranks_on_one_gpu_are_a_problem():
-    (finding,) = rank_findings.judge_devices([[0, 1, 2]], [gpu_row("a"), gpu_row("b"), gpu_row("a")])
+    (finding,) = rank_findings.judge_devices([[0, 1, 2]], [gpu_row(0), gpu_row(1), gpu_row(0)])
     assert (finding.level, finding.what) == (
         "problem",
         "ranks 0, 2 on n1 share one device, which NCCL and its like refuse",
@@ -51,17 +51,48 @@ def test_two_ranks_on_one_gpu_are_a_problem():
 
 
 def test_gpus_on_some_ranks_only_are_a_problem():
-    (finding,) = rank_findings.judge_devices([[0, 1]], [gpu_row("a"), CPU_ROW])
+    (finding,) = rank_findings.judge_devices([[0, 1]], [gpu_row(0), CPU_ROW])
     assert (finding.level, finding.what) == ("problem", "rank 1 see no accelerator, the others do")
 
 
 def test_idle_and_mixed_gpus_are_notes():
-    found = rank_findings.judge_devices([[0]], [gpu_row("a", visible=4)])
+    found = rank_findings.judge_devices([[0]], [gpu_row(0, visible=4)])
     assert levels(found) == ["ok", "note"]
     assert "4 visible devices for 1 rank(s)" in found[1].what
-    other = gpu_row("b")
+    other = gpu_row(1)
     other["accelerator"] = other["accelerator"] | {"name": "A100"}
-    assert levels(rank_findings.judge_devices([[0, 1]], [gpu_row("a"), other])) == ["ok", "note"]
+    assert levels(rank_findings.judge_devices([[0, 1]], [gpu_row(0), other])) == ["ok", "note"]
+
+
+def test_ranks_whose_cores_are_far_from_their_device_are_a_warning():
+    good, bad = rank_findings.judge_devices([[0, 1]], [gpu_row(0), gpu_row(1, far=True)])
+    assert (good.level, bad.level) == ("ok", "warning")
+    assert bad.what.startswith("rank 1 may run on no core next to the device")
+    assert "--gpu-bind=closest" in bad.hint
+
+
+def variables(connections=None, accelerator=True, **given):
+    return {"variables": given, "device_connections": connections, "accelerator": accelerator}
+
+
+def test_variables_are_listed_and_those_that_differ_are_a_warning():
+    assert list(rank_findings.judge_variables([variables(), variables()])) == []
+    rows = [variables(NCCL_ALGO="Ring", NCCL_DEBUG="WARN", CUDA_VISIBLE_DEVICES=f"{n}") for n in range(3)]
+    (listed,) = rank_findings.judge_variables(rows)
+    assert (listed.level, listed.what) == ("ok", "CUDA_VISIBLE_DEVICES for each rank, NCCL_ALGO=Ring, NCCL_DEBUG=WARN")
+    del rows[1]["variables"]["NCCL_ALGO"]
+    differ, listed = rank_findings.judge_variables(rows)
+    assert (differ.level, differ.what) == ("warning", "ranks differ: NCCL_ALGO: Ring on ranks 0, 2; unset on rank 1")
+    assert listed.what == "CUDA_VISIBLE_DEVICES for each rank, NCCL_DEBUG=WARN"
+
+
+def test_one_queue_for_all_streams_is_a_warning_on_accelerators():
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    listed, bad = rank_findings.judge_variables([variables(1, **{name: "1"})] * 2)
+    assert (listed.what, bad.level) == (f"{name}=1", "warning")
+    assert bad.what.startswith(f"{name}=1 on ranks 0-1: all streams share one queue")
+    assert levels(rank_findings.judge_variables([variables(8, **{name: "8"})])) == ["ok"]
+    assert levels(rank_findings.judge_variables([variables(1, accelerator=None, **{name: "1"})])) == ["ok"]
 
 
 def test_a_failing_gpu_is_a_problem():
