@@ -3,6 +3,8 @@
 What comes out is what Lightning gives in one process that takes the batches of all ranks.
 """
 
+from types import SimpleNamespace
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -13,13 +15,20 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 import hpcfsdp.mpi  # noqa: F401, the backend
+from hpcfsdp import accelerator
 from hpcfsdp.errors import HpcfsdpError, LaunchError, UsageError
 from hpcfsdp.fsdp import CPUOffload, FullyShardedDataParallel as FSDP, ShardingStrategy
-from hpcfsdp.integrations.lightning import HpcfsdpStrategy, ModelCheckpoint, MPIClusterEnvironment
+from hpcfsdp.integrations.lightning import (
+    HpcfsdpStrategy,
+    ModelCheckpoint,
+    MPIClusterEnvironment,
+    strategy as strategy_module,
+)
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.programs.lightning_programs import *  # noqa: F403
 from tests.programs.lightning_programs import Block, Classifier, Curves, close, data, sharded, trainer_of
 
+CPU = torch.device("cpu")
 SIZE = MPIEnvironment().world_size()
 
 
@@ -117,6 +126,25 @@ def test_the_number_of_processes_comes_from_mpi(shared_path):
     assert (environment.world_size(), environment.local_size()) == (SIZE, SIZE)
     assert environment.local_rank() == environment.global_rank() == trainer.global_rank
     assert MPIClusterEnvironment.detect() == (SIZE > 1)
+
+
+def test_a_rank_that_sees_one_device_uses_it(monkeypatch):
+    given, (device, other) = [], (torch.device("cuda", n) for n in range(2))
+    monkeypatch.setattr(accelerator, "device_type", lambda: "cuda")
+    monkeypatch.setattr(accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        strategy_module.hpcfsdp, "init", lambda wanted: given.append(wanted) or SimpleNamespace(device=CPU)
+    )
+    strategy = HpcfsdpStrategy()
+    strategy.parallel_devices = [device]
+    assert strategy.root_device == device
+    with pytest.raises(LaunchError, match="give Trainer"):
+        strategy.setup_environment()
+    assert given == ["cuda"]  # the one next to the rank's cores
+    # What hpcfsdp.init has chosen counts, where it is of the same kind.
+    for chosen, expected in ((other, other), (CPU, device)):
+        monkeypatch.setattr(strategy_module, "current_world", lambda chosen=chosen: SimpleNamespace(device=chosen))
+        assert strategy.root_device == expected
 
 
 def test_numbers_that_contradict_mpi(shared_path):

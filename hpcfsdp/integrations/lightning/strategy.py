@@ -106,7 +106,9 @@ class ShardingOverMpi:
         if not devices:
             return
         kind, size = devices[0].type, self._environment.local_size()
-        if len(devices) != accelerator.device_count():  # else "auto": all that this process sees
+        self._wanted = kind
+        if len(devices) != accelerator.device_count():  # else "auto": all that this process sees, of which any will do
+            self._wanted = ""
             self._environment.validate_settings(len(devices), 1)
         chosen = devices[:size] if len(devices) >= size else [choose(kind, rank) for rank in range(size)]
         self._parallel_devices = list(chosen)
@@ -150,7 +152,10 @@ class ShardingOverMpi:
 
     @property
     def root_device(self) -> torch.device:
-        return self.parallel_devices[self.local_rank]
+        """Return the device of this rank: that of ``hpcfsdp.init``, once that has chosen one of the same kind."""
+        mine: torch.device = self.parallel_devices[self.local_rank]
+        found = current_world()
+        return mine if found is None or found.device.type != mine.type else found.device
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -158,7 +163,7 @@ class ShardingOverMpi:
 
     def setup_environment(self) -> None:
         """Call ``hpcfsdp.init``, unless the program has. Collective over all processes of the job."""
-        found = current_world() or hpcfsdp.init(self.root_device)
+        found = current_world() or hpcfsdp.init(self._wanted or self.root_device)
         if found.device.type != self.root_device.type:
             raise LaunchError(
                 f"hpcfsdp.init() has chosen {str(found.device)!r}, and the Trainer {str(self.root_device)!r}: give "
