@@ -1,6 +1,7 @@
 """Private parts of torch, and differences between its versions. No other module imports private names of torch."""
 
 import contextlib
+import datetime
 import functools
 import hashlib
 import inspect
@@ -184,13 +185,32 @@ def new_group_of(ranks: Sequence[int], backend: str | None = None) -> dist.Proce
             backend,
             store,
             f"{name}{turn}",
-            timeout=c10d._get_default_timeout(backend),
+            timeout=_timeout_of(everyone, backend),
             device_id=bound,
         )
     finally:
         everyone.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
     return group
+
+
+def _timeout_of(group: dist.ProcessGroup, backend: str) -> datetime.timedelta:
+    """Return the timeout of a group, or torch's default for the backend. NCCL's is 10 minutes."""
+    with contextlib.suppress(RuntimeError, AttributeError):  # other backends do not say
+        return group._get_backend(accelerator.current_device()).options._timeout
+    return dist.distributed_c10d._get_default_timeout(backend)
+
+
+def release_default_group() -> None:
+    """Have torch make further groups without splitting the default group, which was bound to its device.
+
+    All ranks take part in a split, but the members of a group of another backend make none: a smaller group of gloo
+    would never be complete (pytorch#145376). In a process that has destroyed a default group a split crashes (2.13),
+    and ``DeviceMesh`` refuses backends that cannot split.
+    """
+    group = dist.distributed_c10d._get_default_group()
+    if getattr(group, "bound_device_id", None) is not None:
+        group.bound_device_id = None
 
 
 def init_fake_group(ranks: int, device: torch.device) -> None:

@@ -356,11 +356,13 @@ def _backend_of(device: torch.device) -> str:
 def _make_group(store: Any, backend: str, device: torch.device, timeout_s: float, options: Topology | None) -> None:
     """Make torch's default process group. Collective over all ranks.
 
-    Where one of its backends is the device's own, the group is bound to the device: it connects its ranks at once, and
-    its barriers need not guess a device from the global rank. Such a backend ends the job at the timeout, so that a
-    report about the hang, which begins then, needs more time.
+    Where one of its backends is the device's own, the group connects its ranks at once, by this device: otherwise its
+    first barrier may guess a device from the global rank. Such a backend ends the job at the timeout, so that a report
+    about the hang, which begins then, needs more time.
     """
     import torch.distributed as dist
+
+    from hpcfsdp import _compat  # this and the above load torch
 
     comm, own = current_job().comm, None
     if device.type != "cpu":
@@ -376,6 +378,7 @@ def _make_group(store: Any, backend: str, device: torch.device, timeout_s: float
         pg_options=options,
         device_id=bound,
     )
+    _compat.release_default_group()
 
 
 def before_finalize(finish: Callable[[], None]) -> None:

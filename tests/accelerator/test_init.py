@@ -1,6 +1,7 @@
 """``hpcfsdp.init`` on the simulated accelerator."""
 
 import dataclasses
+import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,10 +45,17 @@ def test_serialized_calls_are_enough(world, monkeypatch):
 )
 def test_the_group_is_bound_to_the_device_whose_backend_it_has(world, monkeypatch, device, backend, bound, timeout_s):
     given = {}
-    monkeypatch.setattr(dist, "init_process_group", lambda name, **options: given.update(options))
+
+    def make(name, **options):
+        given.update(options)
+        dist.group.WORLD.bound_device_id = options["device_id"]
+
+    monkeypatch.setattr(dist, "init_process_group", make)
+    monkeypatch.setattr(dist.group.WORLD, "bound_device_id", None, raising=False)
     device = torch.device(device)
     worlds._make_group(None, backend, device, 120.0, None)
     assert given["device_id"] == (device if bound else None)
+    assert dist.group.WORLD.bound_device_id is None  # torch would split it for each further group
     assert given["timeout"].total_seconds() == timeout_s  # the backend leaves time for a report about a hang
     monkeypatch.setenv("HPCFSDP_HANG_S", "0")
     worlds._make_group(None, backend, device, 120.0, None)
@@ -58,12 +66,23 @@ def test_groups_within_a_bound_group_connect_their_ranks(world, group, monkeypat
     """A group of torch's may be split from the default group, for which all its ranks would have to come."""
     device = torch.device(simulated.NAME, 0)
     monkeypatch.setattr(dist.group.WORLD, "bound_device_id", device, raising=False)
+    options = SimpleNamespace(_timeout=datetime.timedelta(seconds=77))
+    backend = SimpleNamespace(options=options, supports_splitting=False)
+    monkeypatch.setattr(dist.group.WORLD, "_get_backend", lambda device: backend, raising=False)
+    make, found = dist.distributed_c10d._new_process_group_helper, []
+
+    def record(*args, **given):
+        found.append((given["timeout"].total_seconds(), dist.group.WORLD.bound_device_id))
+        return make(*args, **given)
+
+    monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", record)
     made = [
         _compat.new_group_of([world.rank], simulated.BACKEND),
         dist.new_group(backend=simulated.BACKEND),
         TorchGroupCommunicator(group, device).subgroup(list(range(world.size))).group,
     ]
     assert dist.group.WORLD.bound_device_id == device
+    assert found[0] == found[2] == (77, None)  # ours have the timeout of the default group, and do not split it
     for each in made:
         total = torch.ones(2, device=device)
         dist.all_reduce(total, group=each)
