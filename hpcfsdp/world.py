@@ -158,7 +158,8 @@ def init(
 
     Args:
         device: "cpu", "cuda", or one device such as "cuda:1". Default: a GPU or another accelerator if one is visible,
-            else the CPU. If several are visible, each rank takes the one with the number of its local rank.
+            else the CPU. If several are visible, each rank takes one that is next to its cores, or the one with the
+            number of its local rank.
         backend: the backend of torch's default process group: "hpcmpi", "nccl", "gloo". Default: torch's for the
             accelerator ("nccl" on a GPU), and "hpcmpi" on the CPU.
         timeout_s: seconds after which a collective gives up waiting for other ranks.
