@@ -95,6 +95,11 @@ def judge_devices(nodes: list[list[int]], table: Rows) -> list[Finding]:
         if visible > len(node) > 0 and len(owners) == len(node):
             what = f"{table[node[0]]['host']} has {visible} visible devices for {len(node)} rank(s): some are idle"
             found.append(note("devices", what, f"start {visible} ranks on each node"))
+        cores = set().union(*(members(table[rank]["cores"]) for rank in node))
+        if len(cores) < 2 * len(node):
+            what = f"{named(node)} have {len(cores)} core(s) for {len(node)} rank(s): MPI waits by polling, and NCCL's"
+            few = "two cores or more for each rank (srun --cpus-per-task=N, mpirun --map-by slot:PE=N)"
+            found.append(warning("devices", f"{what} thread starves beside it", few))
     devices = [row["accelerator"] for row in table]
     far = [rank for rank, device in enumerate(devices) if device["far"]]
     if far:

@@ -10,7 +10,8 @@ def levels(findings):
 
 def gpu_row(lowest_rank, visible=2, far=False, **changed):
     gpu = {"device": "cuda:0", "name": "H200", "nbytes": 139 << 30, "lowest_rank": lowest_rank, "far": far}
-    return {"host": "n1", "devices_visible": visible, "accelerator": gpu, "accelerator_error": None} | changed
+    row = {"host": "n1", "devices_visible": visible, "accelerator": gpu, "accelerator_error": None, "cores": "0-15"}
+    return row | changed
 
 
 CPU_ROW = {"host": "n1", "devices_visible": 0, "accelerator": None, "accelerator_error": None}
@@ -69,6 +70,13 @@ def test_ranks_whose_cores_are_far_from_their_device_are_a_warning():
     assert (good.level, bad.level) == ("ok", "warning")
     assert bad.what.startswith("rank 1 may run on no core next to the device")
     assert "--gpu-bind=closest" in bad.hint
+
+
+def test_one_core_for_each_rank_is_a_warning_beside_a_device():
+    good, bad = rank_findings.judge_devices([[0, 1]], [gpu_row(0, cores="0"), gpu_row(1, cores="1-2")])
+    assert (good.level, bad.level) == ("ok", "warning")
+    assert bad.what.startswith("ranks 0-1 have 3 core(s) for 2 rank(s): MPI waits by polling")
+    assert levels(rank_findings.judge_devices([[0, 1]], [gpu_row(0, cores="0-1"), gpu_row(1, cores="2-3")])) == ["ok"]
 
 
 def variables(connections=None, accelerator=True, **given):

@@ -1,3 +1,4 @@
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -6,6 +7,7 @@ import pytest
 from hpcfsdp import env
 from hpcfsdp.errors import LaunchError
 from hpcfsdp.launch import job
+from hpcfsdp.launch.topology import Topology
 
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -111,6 +113,17 @@ def test_mpi_cannot_start_again_after_its_end(mpi):
     assert str(caught.value) == (
         "MPI has been finalised in this process and cannot start again; call hpcfsdp.init() earlier"
     )
+
+
+@pytest.mark.parametrize(("given", "local_rank"), [(None, "1"), (5, "5")])
+def test_local_rank_may_be_the_number_of_a_device(monkeypatch, given, local_rank):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(env, "_exported", {})
+    topology = Topology.regular(2, 2)
+    job.Job(SimpleNamespace(rank=3), topology).export(topology, "n1", 7, given)
+    assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["3", local_rank, "2"]
 
 
 CRAY, GTL, ABI = b"\0libmpi_gnu_123.so.12\0", b"libmpi_gtl_hsa.so.0\0", b"\0libmpi.so.12\0libc.so.6\0"
