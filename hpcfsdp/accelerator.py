@@ -131,6 +131,27 @@ def record_timed(stream: torch.Stream) -> torch.Event:
     return event
 
 
+def is_done(event: torch.Event) -> bool:
+    """Return whether an event is complete, also in a thread that has set no device.
+
+    A driver serves such a thread on the first device, where that would take hundreds of MiB for this process.
+    """
+    with torch.accelerator.device_index(event.device.index):
+        return event.query()
+
+
+def wait_for(event: torch.Event) -> None:
+    """Wait until an event is complete, also in a thread that has set no device, see ``is_done``."""
+    with torch.accelerator.device_index(event.device.index):
+        event.synchronize()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the current stream captures a graph, whose replay does what the device does now, and no more."""
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and ask()
+
+
 def memory_bytes(device: torch.device) -> tuple[int, int]:
     """Return the bytes of torch's tensors on a device: now, and at their peak since ``reset_memory_peak``."""
     return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)

@@ -106,6 +106,29 @@ FAULTS = (
         "tests/mpi/test_engine.py",
         2,
     ),
+    Fault(
+        "a rank ends a unit later than those with gradients for its inputs",
+        "engine/root.py",
+        "each.finish_when_complete(is_followed=True)",
+        "pass",
+        "tests/mpi/test_deadlocks.py",
+        2,
+    ),
+    Fault(
+        "a rank gathers ahead what others reduce first",
+        "engine/root.py",
+        "if unit.training_state is TrainingState.BACKWARD and not unit.inside:",
+        "if False:",
+        "tests/mpi/test_deadlocks.py",
+        2,
+    ),
+    Fault(
+        "the next gradient waits for the reduction over replicas",
+        "engine/context.py",
+        "            self._last[grad] = streams.launch(",
+        "            buffer.event = self._last[grad] = streams.launch(",
+        "tests/unit/engine/test_streams.py",
+    ),
     # Communication.
     Fault(
         "averages of integers are rounded down",

@@ -22,6 +22,8 @@ from hpcfsdp.engine.streams import Stream, Streams, Wait
 from hpcfsdp.params.gradient import ShardedGrad
 from hpcfsdp.params.sharded_params import ShardedParams
 
+MOST_BETWEEN = 2
+"""Shards that a device has reduced within the nodes, and not between them: one is reduced there, one is next."""
 _BUFFERS_BETWEEN_NODES = 4
 """Shared buffers for gradients where nodes exchange messages: a reduction may last as long as a unit computes."""
 
@@ -124,11 +126,11 @@ class GradBuffer:
     memory: torch.Tensor | None = None  # that ranks of the node share; None where each gradient gets its own
     waiting: deque[ShardedGrad] = field(default_factory=deque)  # gradients that will use it; the first uses it now
     event: Any = None  # that the last reduction out of it is done
-    in_use: tuple[torch.Tensor, ...] = ()  # the part in use, and the shard reduced from it, to keep their memory
+    in_use: torch.Tensor | None = None  # the part in use, to keep its memory
 
     def release(self) -> None:
         """Give memory that is not the buffer's own back to the allocator."""
-        self.event, self.in_use = None, ()
+        self.event = self.in_use = None
 
 
 @dataclass(eq=False)
@@ -151,6 +153,8 @@ class Reductions:
         self._ring_of: dict[ShardedGrad, BufferRing] = {}
         self._queue: dict[ShardedGrad, GradBuffer] = {}
         self._last: dict[ShardedGrad, Any] = {}  # events of the last reduction of each in this backward
+        # What REDUCE has written for REPLICATE to read, in memory of REDUCE, with the event that it was read.
+        self._between: deque[tuple[Any, torch.Tensor | None]] = deque()
 
     def plan(self, grad: ShardedGrad, index: int) -> None:
         """Reserve a buffer for `grad` before the first use. `index`: its place in its unit."""
@@ -216,6 +220,7 @@ class Reductions:
     def release(self) -> None:
         """Release all buffers; the compute stream has waited for all reductions."""
         self._last.clear()
+        self._between.clear()
         for ring in self._rings.values():
             for buffer in ring.buffers:
                 buffer.release()
@@ -237,8 +242,13 @@ class Reductions:
             memory = buffer.memory[: grad.numel]
         else:
             memory = torch.empty(grad.numel, dtype=grad.params.dtypes.reduce, device=grad.params.device)
-        buffer.in_use = (memory,)
+        buffer.in_use = memory
         grad.begin(memory)
+
+    def _free_between(self) -> None:
+        """Let REDUCE write where REPLICATE has read."""
+        event, _ = self._between.popleft()
+        self._streams.wait(Stream.REDUCE, event, Wait.GRADS_TAKEN)
 
     def _reduce(self, grad: ShardedGrad, buffer: GradBuffer) -> None:
         """Begin to average the gradient over ranks. Collective over its ranks."""
@@ -253,12 +263,17 @@ class Reductions:
         if not grad.has_replicas:
             event = streams.launch(Stream.REDUCE, begin, finish, label=grad.name)
         elif streams.overlap:
+            if len(self._between) >= MOST_BETWEEN:
+                self._free_between()
             event = streams.launch(Stream.REDUCE, begin, grad.add_partial, label=grad.name)
-            buffer.in_use += (grad.arriving,)  # its memory is that of REDUCE, which is done with it before REPLICATE
+            buffer.event = event  # the next gradient need not wait for other nodes
+            arriving = grad.arriving
             streams.wait(Stream.REPLICATE, event, Wait.SHARD_REDUCED)
-            event = streams.launch(
+            self._last[grad] = streams.launch(
                 Stream.REPLICATE, lambda async_op: grad.reduce_over_replicas(label), finish, label=grad.name
             )
+            self._between.append((self._last[grad], arriving))
+            return
         else:
 
             def finish_over_replicas() -> None:

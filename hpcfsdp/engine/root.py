@@ -124,6 +124,7 @@ class Root:
 
     def unshard(self, unit: Unit) -> None:
         """Begin to gather the parameters of a unit, which stay until ``reshard``. Collective over all ranks."""
+        self._streams.refuse_capture(f"unshard of {unit.name!r}")
         unit.is_kept = True
         if not self._is_in_iteration and not unit.unsharded_params.is_gathered:
             self._publish("unshard", unit)
@@ -205,6 +206,7 @@ class Root:
     def _enter(self, unit: Unit) -> None:
         """Begin a call of a unit. Collective over all ranks for the outermost call."""
         if self._depth == 0:
+            self._streams.refuse_capture(f"the forward of {unit.name!r}")
             self._is_transformed = _compat.in_transform()
             self.recover()
             if not self.in_backward:
@@ -378,6 +380,7 @@ class Root:
         """Begin a backward: its first unit has got a gradient."""
         if self.in_backward:
             return
+        self._streams.refuse_capture(f"the backward of {self.units[0].name!r}")
         self.in_backward = True
         self._backwards += 1
         calls.backward.label = f'backward of "{self.units[0].name}"'
@@ -409,11 +412,16 @@ class Root:
     def _finish_backward(self) -> None:
         """End a backward; called by autograd. Collective over all ranks."""
         streams = self._streams
-        for unit in self.units:
-            if unit.training_state is TrainingState.BACKWARD:
+        # All ranks reduce and gather in one order. A rank that used the units that are due has ended those before them
+        # when it came to these, but units around others, which end with the last of them.
+        for unit in self._begun:
+            if unit.training_state is TrainingState.BACKWARD and not unit.inside:
                 unit.post_backward()
         while self._due:
             self._due.popleft().run_unused_backward()
+        for unit in self.units:
+            if unit.training_state is TrainingState.BACKWARD:
+                unit.post_backward()
         for unit in self.units:  # called in earlier iterations under no_sync, and not in this one
             if unit.owes_grads and unit not in self._called and not unit.keeps_back:
                 unit.run_unused_backward()

@@ -75,6 +75,9 @@ class Streams(Protocol):
     def drain(self) -> None:
         """Wait for the work on all streams, and drop each `finish` that has not run. Collective as the work."""
 
+    def refuse_capture(self, what: str) -> None:
+        """Raise an ``EngineError`` if `what` the program does next would go to a graph instead of to the device."""
+
 
 class _LaunchedWork:
     __slots__ = ("began_ns", "done", "finish", "label", "stream", "work")
@@ -161,6 +164,9 @@ class HostStreams:
                 if first.work is not None:
                     first.work.wait()
 
+    def refuse_capture(self, what: str) -> None:
+        """Do nothing: there are no graphs."""
+
 
 class DeviceStreams:
     """The streams of an accelerator. COMPUTE is the current one."""
@@ -177,7 +183,7 @@ class DeviceStreams:
             )
         self._device = device
         self._device_streams = {stream: accelerator.new_stream(device, priority=-1) for stream in OWN_STREAMS}
-        self._launched: dict[Stream, tuple[torch.Event, float]] = {}  # the last work on each, and when
+        self._launched: dict[Stream, tuple[torch.Event, float]] = {}  # the last work on each, not known to be done
         if hang.watcher is not None:
             hang.watcher.add_probe(weakref.WeakMethod(self.longest_wait))
 
@@ -194,13 +200,22 @@ class DeviceStreams:
         self._launched[stream] = event, time.monotonic()
         return event
 
-    def longest_wait(self) -> tuple[float, str] | None:
-        """Return for how long the oldest work has not been done, and on which stream."""
-        waits = [(began_s, stream) for stream, (event, began_s) in tuple(self._launched.items()) if not event.query()]
-        if not waits:
-            return None
-        began_s, stream = min(waits, key=lambda wait: wait[0])
-        return time.monotonic() - began_s, f"the {stream.value} stream of {self._device}"
+    def longest_wait(self, limit_s: float) -> tuple[float, str] | None:
+        """Return for how long the oldest work has not been done, and on which stream, if that is more than `limit_s`.
+
+        The device is asked once about work that is older than that: while a graph is captured no thread may ask it.
+        """
+        now_s, found = time.monotonic(), None
+        for stream, launched in tuple(self._launched.items()):
+            event, began_s = launched
+            if now_s - began_s <= limit_s:
+                continue
+            if accelerator.is_done(event):
+                if self._launched.get(stream) is launched:  # the program launches on
+                    del self._launched[stream]
+            elif found is None or began_s < found[0]:
+                found = began_s, f"the {stream.value} stream of {self._device}"
+        return None if found is None else (now_s - found[0], found[1])
 
     def record(self, stream: Stream) -> torch.Event:
         return accelerator.record(self._stream(stream))
@@ -224,6 +239,14 @@ class DeviceStreams:
     def drain(self) -> None:
         for stream in self._device_streams.values():  # the program waits too: it may free or write host memory next
             stream.synchronize()
+
+    def refuse_capture(self, what: str) -> None:
+        if accelerator.is_capturing(self._device):
+            raise EngineError(
+                f"{what}: a stream of {self._device} is capturing a graph (torch.cuda.graph, or torch.compile with "
+                'mode="reduce-overhead"), and a replay would leave out what ranks do together on the host. Do not '
+                'capture units of hpcfsdp: compile with another mode, such as "max-autotune-no-cudagraphs"'
+            )
 
     @property
     def _recorder(self) -> timeline.Recorder | None:

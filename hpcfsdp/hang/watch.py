@@ -23,8 +23,8 @@ _ANSWER_S = 20.0  # how long to wait for the answers of other nodes: longer than
 
 _MOST_S = 60.0  # how long a report may take at most
 
-Probe = Callable[[], tuple[float, str] | None]
-"""How long, in seconds, a device has waited, and where; None if it does not."""
+Probe = Callable[[float], tuple[float, str] | None]
+"""How long, in seconds, a device has waited, and where; None if it does not, or no longer than the given seconds."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ class Watcher:
         if probe is None:
             self._probes.remove(reference)
             return
-        found = probe()
-        if found is not None and 0 < self.limit_s < found[0]:
+        found = probe(self.limit_s) if self.limit_s > 0 else None
+        if found is not None:
             reason = f"has waited {found[0]:.0f} s for {found[1]}"
             path = self.explain(reason)
             self._end_job(f"{reason}: see {path}" if path else reason)

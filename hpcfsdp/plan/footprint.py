@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hpcfsdp.engine.context import MOST_BETWEEN
 from hpcfsdp.plan.layouts import KEEPS_VALUES, OPTIMIZERS, PlannedGroup, Setup, allocated, layouts_of
 from hpcfsdp.plan.traced_step import EventKind, StepEvent, TracedStep
 
@@ -84,6 +85,7 @@ class Replay:
         self._ahead: dict[ReplayedUnit, None] = {}
         self._queue: dict[tuple[int, int], None] = {}
         self._slots: dict[tuple[torch.dtype, int], int] = {}  # bytes that a reduction has left behind
+        self._between: deque[int] = deque()  # bytes of shards that the reduction over replicas has read
         self._at_end: list[ReplayedUnit] = []
 
     def run(self) -> Footprint:
@@ -258,6 +260,8 @@ class Replay:
         for nbytes in self._slots.values():
             self._now["unit gradients"] -= nbytes
         self._slots.clear()
+        self._now["unit gradients"] -= sum(self._between)
+        self._between.clear()
         self._mark()
 
     # Reductions
@@ -284,19 +288,18 @@ class Replay:
         if setup.shards > 1:
             arriving_dtype = dtypes.grad if setup.replicas == 1 else dtypes.reduce
             arriving = allocated(layout.shard_numel, arriving_dtype)
+            if len(self._between) >= MOST_BETWEEN:
+                self._now["unit gradients"] -= self._between.popleft()
             self._take("gradients", arriving)
             self._taken("scratch", scatter_scratch(group, setup, arriving_dtype))
             if setup.replicas > 1:
                 self._taken("scratch", all_reduce_scratch(layout.shard_numel, group, setup.replicas))
-                if arriving_dtype == dtypes.grad:
-                    self._slots[slot] = buffer
-                else:
+                if arriving_dtype != dtypes.grad:
                     self._take("gradients", grad)
                     self._now["gradients"] -= arriving
                     self._now["unit gradients"] += arriving
-                    self._slots[slot] = buffer + arriving
-            else:
-                self._slots[slot] = buffer
+                self._between.append(arriving if arriving_dtype != dtypes.grad else 0)
+            self._slots[slot] = buffer
         else:
             if setup.replicas > 1:
                 self._taken("scratch", all_reduce_scratch(layout.padded_numel, group, setup.replicas))

@@ -1,13 +1,15 @@
-"""A simulated accelerator, the device type ``sim``: one device in each process, and the process group ``simccl``.
+"""A simulated accelerator, the device type ``sim``: a device or several in a process, and the process group ``simccl``.
 
 Kernels run later, in the order that a policy chooses, and freed memory becomes NaN: what a program does too early shows
-as wrong values. See device.cpp, which is compiled when this module is first imported (half a minute) and cached.
+as wrong values. See device/, which is compiled when this module is first imported (half a minute) and cached. Each
+process has devices of its own, as if no two ranks shared a node's.
 """
 
 import atexit
 import contextlib
 import fcntl
 import functools
+import hashlib
 import os
 import tempfile
 import types
@@ -26,9 +28,12 @@ scratch = None
 
 def _build():
     """The compiled module. Several processes may ask for it: one compiles, the others wait."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "hpcfsdp-tests", f"sim-{torch.__version__}")
+    sources = sorted(Path(__file__).with_name("device").iterdir())
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "hpcfsdp-tests")
+    folder = cache / f"sim-{torch.__version__}-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
-    source = str(Path(__file__).with_name("device.cpp"))
+    source = str(Path(__file__).with_name("device") / "device.cpp")
     with open(folder / "building", "w") as building:
         fcntl.flock(building, fcntl.LOCK_EX)  # which ends with its process; torch's own lock file would not
         (folder / "lock").unlink(missing_ok=True)
@@ -43,6 +48,12 @@ waits, launches, allocations, reset_counts = (
     _device.launches,
     _device.allocations,
     _device.reset_counts,
+)
+set_devices, contexts, forget_contexts, blocked = (
+    _device.set_devices,
+    _device.contexts,
+    _device.forget_contexts,
+    _device.blocked,
 )
 
 
@@ -75,6 +86,70 @@ def unpinned_copies():
     return _switched_on(_device.allow_unpinned)
 
 
+@contextlib.contextmanager
+def hardware_queues(count):
+    """A context in which all streams of a device share so few queues, whose first entry holds up the others."""
+    _device.hardware_queues(count)
+    try:
+        yield
+    finally:
+        _device.hardware_queues(0)
+
+
+@contextlib.contextmanager
+def blocking(seed):
+    """A context in which allocations and first launches wait for the device now and then, as those of drivers do."""
+    _device.set_blocking(seed)
+    try:
+        yield
+    finally:
+        _device.set_blocking(None)
+
+
+@contextlib.contextmanager
+def log():
+    """A context in which the device notes what the program does: entries of (kind, stream, key, label, count).
+
+    The list that it returns is filled at the end. Kinds are "kernel", "record" and "wait" of an event with the name
+    `key`, "drain", "collective" of the group `key`, "message", "alloc" and "free" of `count` bytes. The stream of the
+    program is -1.
+    """
+    found = []
+    _device.log(True)
+    try:
+        yield found
+    finally:
+        found += _device.log(False)
+
+
+class Graph:
+    """What was captured: see ``capturing``."""
+
+    def __init__(self):
+        self.captured = None
+
+    def replay(self):
+        """Run it on the current stream."""
+        _device.replay(self.captured)
+
+
+@contextlib.contextmanager
+def capturing():
+    """A context in which work of the current stream, and of those that wait for it, goes to a graph and does not run.
+
+    No thread may ask an event meanwhile, or wait for the device: that raises, and ends the capture with an error.
+    """
+    graph = Graph()
+    _device.begin_capture()
+    try:
+        yield graph
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            _device.end_capture()
+        raise
+    graph.captured = _device.end_capture()
+
+
 # The device
 
 
@@ -82,16 +157,17 @@ def _device_module():
     module = types.ModuleType(f"torch.{NAME}")
     generator = _device.default_generator()
     module.is_available = module.is_initialized = lambda: True
-    module.device_count = lambda: 1
-    module.current_device = lambda: 0
-    module.set_device = lambda device: None
+    module.device_count = _device.devices
+    module.current_device = torch.accelerator.current_device_index
+    module.set_device = lambda device: torch.accelerator.set_device_index(torch.device(device).index)
+    module.is_current_stream_capturing = _device.is_capturing
     module._is_in_bad_fork = lambda: False
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     module.manual_seed = module.manual_seed_all = generator.manual_seed
     module.get_rng_state = lambda device=NAME: generator.get_state()
     module.set_rng_state = lambda state, device=NAME: generator.set_state(state)
     module.get_device_properties = lambda device=NAME: types.SimpleNamespace(
-        name="simulated", uuid=f"SIM-{os.getpid()}", total_memory=1 << 34
+        name="simulated", uuid=f"SIM-{os.getpid()}-{torch.device(device).index or 0}", total_memory=1 << 34
     )
     module.synchronize = lambda device=None: torch.accelerator.synchronize()
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
@@ -135,9 +211,11 @@ class SimulatedGroup(dist.ProcessGroup):
     def __init__(self, folder, rank, size):
         super().__init__(rank, size)
         self._folder, self._rank, self._size = folder, rank, size
-        self._group = _device.Communicator(folder, rank, size)
-        self.stream = torch.Stream(NAME)
-        """On which asynchronous collectives run."""
+        self._communicators = {}  # by device: made in the first call on it, which all ranks have to make
+        self._streams = {}
+        self._messages = None
+        self.timeout_s = 600.0
+        """How long a first call waits for other ranks."""
         self._name = self._desc = ""
         self.called = []
         """The labels of all calls, oldest first."""
@@ -190,11 +268,44 @@ class SimulatedGroup(dist.ProcessGroup):
     def shutdown(self):
         torch.accelerator.synchronize()
         with contextlib.suppress(OSError):  # other ranks still have files there, or have removed it
-            for path in Path(self._folder).glob(f"*-{self._rank}"):
+            for path in Path(self._folder).glob(f"*/*-{self._rank}"):
                 path.unlink(missing_ok=True)
-            Path(self._folder).rmdir()
+            for folder in (*Path(self._folder).iterdir(), self._folder):
+                os.rmdir(folder)
 
-    abort = shutdown
+    def abort(self):
+        """End all calls of this group, also those that wait for other ranks. It takes no more."""
+        for communicator in (*self._communicators.values(), self._messages):
+            if communicator is not None:
+                communicator.abort()
+        self.shutdown()
+
+    @property
+    def stream(self):
+        """On which asynchronous collectives of the current device run."""
+        index = torch.accelerator.current_device_index()
+        if index not in self._streams:
+            self._streams[index] = torch.Stream(torch.device(NAME, index))
+        return self._streams[index]
+
+    def _communicator(self):
+        """Collective over the group the first time on a device. The communicator of the current device."""
+        index = torch.accelerator.current_device_index()
+        if index not in self._communicators:
+            made = self._new_communicator(str(len(self._communicators)))
+            made.connect(torch.get_device_module(NAME).get_device_properties(index).uuid, self.timeout_s)
+            self._communicators[index] = made
+        return self._communicators[index]
+
+    @property
+    def folders(self):
+        """Of the communicators, by which the log knows them."""
+        return [os.path.join(self._folder, str(number)) for number in range(len(self._communicators))]
+
+    def _new_communicator(self, name):
+        folder = os.path.join(self._folder, name)
+        os.makedirs(folder, exist_ok=True)
+        return _device.Communicator(folder, self._rank, self._size)
 
     # Collectives
 
@@ -203,7 +314,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._call(
             opts,
             tensors,
-            [(self._group.reduce, f"all_reduce({op}) of {_describe(t)}", t, t, 0, op) for t in tensors],
+            [("reduce", f"all_reduce({op}) of {_describe(t)}", t, t, 0, op) for t in tensors],
             outputs=tensors,
         )
 
@@ -214,7 +325,7 @@ class SimulatedGroup(dist.ProcessGroup):
         outputs = tensors if opts.rootRank == self._rank else [torch.empty_like(t) for t in tensors]
         label = f"reduce({op}) to {opts.rootRank}"
         pairs = zip(tensors, outputs, strict=True)
-        calls = [(self._group.reduce, f"{label} of {_describe(t)}", t, output, 0, op) for t, output in pairs]
+        calls = [("reduce", f"{label} of {_describe(t)}", t, output, 0, op) for t, output in pairs]
         return self._call(opts, tensors, calls)
 
     def broadcast(self, tensors, opts):
@@ -223,12 +334,12 @@ class SimulatedGroup(dist.ProcessGroup):
         for tensor in tensors:
             label = f"broadcast from {opts.rootRank} of {_describe(tensor)}"
             received = [] if is_root else [(tensor, opts.rootRank, 0)]
-            calls.append((self._group.exchange, label, [tensor] if is_root else [], received))
+            calls.append(("exchange", label, [tensor] if is_root else [], received))
         return self._call(opts, tensors, calls)
 
     def allgather(self, output_lists, inputs, opts=None):
         received = [(output, rank, 0) for rank, output in enumerate(output_lists[0])]
-        call = self._group.exchange, f"all_gather of {inputs[0].dtype}", list(inputs), received
+        call = "exchange", f"all_gather of {inputs[0].dtype}", list(inputs), received
         return self._call(opts, [*inputs, *output_lists[0]], [call], outputs=output_lists[0])
 
     def all_gather_single(self, output, mine, opts=None):
@@ -238,7 +349,7 @@ class SimulatedGroup(dist.ProcessGroup):
         calls = []
         for output, mine in zip(outputs, inputs, strict=True):
             received = [(part, rank, 0) for rank, part in enumerate(output.view(-1).chunk(self._size))]
-            calls.append((self._group.exchange, f"all_gather of {_describe(mine)}", [mine], received))
+            calls.append(("exchange", f"all_gather of {_describe(mine)}", [mine], received))
         return self._call(opts, [*inputs, *outputs], calls, outputs=outputs)
 
     def reduce_scatter(self, outputs, input_lists, opts):
@@ -252,7 +363,7 @@ class SimulatedGroup(dist.ProcessGroup):
         op, calls = _op(opts.reduceOp), []
         for output, full in zip(outputs, inputs, strict=True):
             label = f"reduce_scatter({op}) of {_describe(full)}"
-            calls.append((self._group.reduce, label, full, output, self._rank * output.numel(), op))
+            calls.append(("reduce", label, full, output, self._rank * output.numel(), op))
         return self._call(opts, [*inputs, *outputs], calls, outputs=outputs)
 
     def alltoall(self, outputs, inputs, opts=None):
@@ -266,31 +377,40 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._all_to_all(parts[0], parts[1], [output, given], opts)
 
     def _all_to_all(self, outputs, inputs, used, opts):
-        call = self._group.all_to_all, f"all_to_all of {inputs[0].dtype}", inputs, outputs
+        call = "all_to_all", f"all_to_all of {inputs[0].dtype}", inputs, outputs
         return self._call(opts, used, [call])
 
     def gather(self, output_lists, inputs, opts):
         outputs = output_lists[0] if opts.rootRank == self._rank else []
         received = [(output, rank, 0) for rank, output in enumerate(outputs)]
-        call = self._group.exchange, f"gather to {opts.rootRank}", list(inputs), received
+        call = "exchange", f"gather to {opts.rootRank}", list(inputs), received
         return self._call(opts, [*inputs, *outputs], [call])
 
     def scatter(self, outputs, input_lists, opts):
         inputs = list(input_lists[0]) if opts.rootRank == self._rank else []
         offset = self._rank * outputs[0].nbytes
-        call = self._group.exchange, f"scatter from {opts.rootRank}", inputs, [(outputs[0], opts.rootRank, offset)]
+        call = "exchange", f"scatter from {opts.rootRank}", inputs, [(outputs[0], opts.rootRank, offset)]
         return self._call(opts, [*inputs, *outputs], [call])
 
     def barrier(self, opts=None):
-        work = self._call(opts, [], [(self._group.exchange, "barrier", [], [])])
+        with torch.accelerator.device_index(self._device_for_barrier(opts)):
+            work = self._call(opts, [], [("exchange", "barrier", [], [])])
         work.waits_on_host = True
         return work
 
+    def _device_for_barrier(self, opts):
+        """A barrier has no tensor: without an argument, and before any other call, its device is a guess."""
+        if opts is not None and opts.device_ids:
+            return opts.device_ids[0]
+        if self.bound_device_id is not None:
+            return self.bound_device_id.index
+        return next(iter(self._communicators), dist.get_rank() % _device.devices())
+
     def send(self, tensors, dst, tag=0):
-        return self._call(None, tensors, [(self._group.send, tensor, dst, tag) for tensor in tensors])
+        return self._call(None, tensors, [("send", tensor, dst, tag) for tensor in tensors], is_message=True)
 
     def recv(self, tensors, src, tag=0):
-        return self._call(None, tensors, [(self._group.recv, tensor, src, tag) for tensor in tensors])
+        return self._call(None, tensors, [("recv", tensor, src, tag) for tensor in tensors], is_message=True)
 
     # The names of torch 2.11
     _allgather_base = all_gather_single
@@ -299,18 +419,23 @@ class SimulatedGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def _call(self, opts, used, calls, outputs=()):
+    def _call(self, opts, used, calls, outputs=(), *, is_message=False):
         """Queue calls: on the current stream, or asynchronous ones on the group's own after what is queued so far."""
         self.called += [str(call[1]) for call in calls]
-        stream = torch.accelerator.current_stream()
-        if opts is None or getattr(opts, "asyncOp", True):
-            ready = stream.record_event()
-            stream = self.stream
-            stream.wait_event(ready)
-        with stream, torch.no_grad():
-            for call, *arguments in calls:
-                call(*arguments)
-        return SimulatedWork(stream.record_event(), [*used], list(outputs))
+        index = next((tensor.device.index for tensor in used if tensor.device.type == NAME), None)
+        with torch.accelerator.device_index(index):
+            if is_message:  # the two ranks alone need each other
+                self._messages = self._messages or self._new_communicator("messages")
+            communicator = self._messages if is_message else self._communicator()
+            stream = torch.accelerator.current_stream()
+            if opts is None or getattr(opts, "asyncOp", True):
+                ready = stream.record_event()
+                stream = self.stream
+                stream.wait_event(ready)
+            with stream, torch.no_grad():
+                for name, *arguments in calls:
+                    getattr(communicator, name)(*arguments)
+            return SimulatedWork(stream.record_event(), [*used], list(outputs))
 
 
 class SimulatedWork(_compat.Work):

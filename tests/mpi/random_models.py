@@ -28,11 +28,14 @@ class Block(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.null = nn.Parameter(torch.randn(WIDTH))
-        kind = draw.choice(["plain", "plain", "reused", "recomputed"])
+        kind = draw.choice(["plain", "plain", "reused", "recomputed", "tied"])
+        if kind == "tied":
+            self.b.weight = self.a.weight
         self.is_recomputed, self.is_reused = kind == "recomputed", kind == "reused"
         self.uses = [{part for part in ("b", "null") if draw.random() < 0.3} for _ in range(ranks)]
         self.rank = 0
-        for frozen in draw.sample(list(self.parameters()), draw.choice([0, 0, 0, 1, 2, 5])):
+        params = list(self.parameters())
+        for frozen in draw.sample(params, min(draw.choice([0, 0, 0, 1, 2, 5]), len(params))):
             frozen.requires_grad_(False)
         if not any(param.requires_grad for param in self.parameters()):
             self.uses = [
@@ -112,10 +115,17 @@ def trained(model, ranks, steps=3):
     return model.state_dict()
 
 
-def train(model, rank, device="cpu", steps=3):
-    """Train a sharded model on the data of a rank."""
+def train(model, rank, device="cpu", steps=3, apart=None):
+    """Train a sharded model on the data of a rank.
+
+    Args:
+        apart: the context of the first of two backwards in each step, None for one backward.
+    """
     optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
     for step in range(steps):
+        if apart is not None:
+            with apart():
+                loss_of(model, rank, step + 1, device).backward()
         loss_of(model, rank, step, device).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -68,7 +68,7 @@ class StagedBlock:
     def arrived(self) -> memoryview:
         """Wait until the bytes are there, and return them."""
         if self.event is not None:
-            self.event.synchronize()
+            accelerator.wait_for(self.event)
         return memoryview(self.memory.numpy())
 
 
@@ -104,7 +104,7 @@ class StagingRing:
     def close(self) -> None:
         """Wait for pending copies of accelerators. The ring must not be used afterwards."""
         if self._copied is not None:
-            self._copied.synchronize()
+            accelerator.wait_for(self._copied)
 
     def start(self) -> None:
         """Begin a round with an empty ring."""

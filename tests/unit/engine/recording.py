@@ -27,7 +27,7 @@ Place = tuple[int, str]
 Clock = dict[Stream, int]
 """How much of each queue has been done for certain."""
 
-POOLS = {"values": Stream.GATHER, "grad": Stream.COMPUTE}
+POOLS = {"values": Stream.GATHER, "grad": Stream.COMPUTE, "between": Stream.REDUCE}
 """Parts with memory that comes and goes, and the queue on which it is allocated."""
 
 
@@ -158,6 +158,9 @@ class RecordingStreams:
     def proceed(self) -> None:
         """Work goes on by itself."""
 
+    def refuse_capture(self, what: str) -> None:
+        """There are no graphs."""
+
     def touch(self, queue: Stream, *, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> None:
         clock, at = dict(self._issue(queue)), where()
         for place in reads:
@@ -246,6 +249,7 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
     """
     gathered: set[FlatParam] = set()
     slots: dict[ShardedGrad, GradBuffer] = {}
+    between: list[Place] = []
 
     def values_of(flat: FlatParam) -> Place:
         return id(flat), "values"
@@ -270,7 +274,7 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
             streams.touch(Stream.COMPUTE, reads=[values_of(flat)])
 
     def release(slot: GradBuffer) -> None:
-        if slot.in_use and slot.memory is None:
+        if slot.in_use is not None and slot.memory is None:
             streams.free((id(slot), "grad"))
 
     def store(grad: ShardedGrad, _used: Any) -> None:
@@ -281,7 +285,21 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
         streams.touch(Stream.COMPUTE, writes=[buffer_of(grad)])
 
     def reduce(grad: ShardedGrad, _label: str, _async_op: bool) -> None:
-        streams.touch(Stream.REDUCE, reads=[buffer_of(grad)], writes=[shard_of(grad)])
+        writes = [shard_of(grad)]
+        if grad.has_replicas:
+            between.append((id(grad), "between"))
+            writes.append(between[-1])
+        streams.touch(Stream.REDUCE, reads=[buffer_of(grad)], writes=writes)
+
+    def reduce_over_replicas(grad: ShardedGrad, _label: str) -> None:
+        streams.touch(Stream.REPLICATE, reads=[(id(grad), "between")])
+
+    def free_between(_reductions: Reductions) -> None:
+        streams.free(between.pop(0))
+
+    def release_all(_reductions: Reductions) -> None:
+        streams.free(*between)
+        between.clear()
 
     def before(owner: type, name: str, declare: Callable[..., Any]) -> None:
         original = getattr(owner, name)
@@ -301,6 +319,9 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
     before(ShardedGrad, "begin", write_buffer)
     before(ShardedGrad, "complete", write_buffer)
     before(ShardedGrad, "reduce", reduce)
+    before(ShardedGrad, "reduce_over_replicas", reduce_over_replicas)
+    before(Reductions, "_free_between", free_between)
+    before(Reductions, "release", release_all)
     before(ShardedGrad, "store", store)
 
 

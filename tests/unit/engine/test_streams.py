@@ -378,3 +378,27 @@ def test_errors_of_work_on_a_gpu_leave_the_stream_as_it_was(device):
 def test_each_device_has_its_queues(device):
     assert isinstance(streams_for(torch.device("cpu")), HostStreams)
     assert isinstance(streams_for(torch.device("cuda", 0)), DeviceStreams)
+
+
+def test_the_next_gradient_of_replicas_waits_for_no_other_node(monkeypatch):
+    """Its buffer is free when the shards' ranks have read it; the reduction over replicas goes on."""
+    streams, launched, waited = DeclaredStreams(), {}, []
+    launch, wait = streams.launch, streams.wait
+
+    def noted(stream, begin, finish=None, *, label=""):
+        event = launch(stream, begin, finish, label=label)
+        launched[id(event)] = stream, event
+        return event
+
+    def watched(stream, event, why):
+        if stream is Stream.COMPUTE and why is Wait.GRADS_TAKEN and event is not None:
+            waited.append(launched[id(event)][0])
+        wait(stream, event, why)
+
+    monkeypatch.setattr(streams, "launch", noted)
+    monkeypatch.setattr(streams, "wait", watched)
+    monkeypatch.setattr("hpcfsdp.engine.root.streams_for", lambda device: streams)
+    program = Program(streams)
+    program.train(program.hybrid(scenarios.Net()))
+    assert len(waited) > 3
+    assert set(waited) == {Stream.REDUCE}

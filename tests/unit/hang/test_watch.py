@@ -79,7 +79,7 @@ def test_a_device_that_is_no_longer_used_is_freed(make, monkeypatch):
     class Device:
         looks = 0
 
-        def longest_wait(self):
+        def longest_wait(self, _limit_s):
             Device.looks += 1
 
     monkeypatch.setattr(watch, "_TICK_S", 0.01)
