@@ -22,6 +22,7 @@ from torch.utils import cpp_extension
 from hpcfsdp import _compat
 
 NAME, BACKEND = "sim", "simccl"
+MOST_DEVICES = 8
 scratch = None
 """The folder for the files of collectives; None for the system's temporary one."""
 
@@ -184,6 +185,10 @@ def _register():
     torch.utils.generate_methods_for_privateuse1_backend()
     dist.Backend.register_backend(BACKEND, _create_group, extended_api=True, devices=[NAME])
     atexit.register(_device.stop)
+    # Autograd counts the devices once: tests may add some later.
+    _device.set_devices(MOST_DEVICES)
+    torch.zeros(1, device=NAME, requires_grad=True).sum().backward()
+    _device.set_devices(1)
 
 
 # Process groups
@@ -278,7 +283,6 @@ class SimulatedGroup(dist.ProcessGroup):
         for communicator in (*self._communicators.values(), self._messages):
             if communicator is not None:
                 communicator.abort()
-        self.shutdown()
 
     @property
     def stream(self):

@@ -8,6 +8,7 @@ is that of vector clocks (C. Fidge, 1988), as race detectors use it; see docs/de
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -249,7 +250,6 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
     """
     gathered: set[FlatParam] = set()
     slots: dict[ShardedGrad, GradBuffer] = {}
-    between: list[Place] = []
 
     def values_of(flat: FlatParam) -> Place:
         return id(flat), "values"
@@ -285,31 +285,9 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
         streams.touch(Stream.COMPUTE, writes=[buffer_of(grad)])
 
     def reduce(grad: ShardedGrad, _label: str, _async_op: bool) -> None:
-        writes = [shard_of(grad)]
-        if grad.has_replicas:
-            between.append((id(grad), "between"))
-            writes.append(between[-1])
-        streams.touch(Stream.REDUCE, reads=[buffer_of(grad)], writes=writes)
+        streams.touch(Stream.REDUCE, reads=[buffer_of(grad)], writes=[shard_of(grad)])
 
-    def reduce_over_replicas(grad: ShardedGrad, _label: str) -> None:
-        streams.touch(Stream.REPLICATE, reads=[(id(grad), "between")])
-
-    def free_between(_reductions: Reductions) -> None:
-        streams.free(between.pop(0))
-
-    def release_all(_reductions: Reductions) -> None:
-        streams.free(*between)
-        between.clear()
-
-    def before(owner: type, name: str, declare: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-
-        def declared(self: Any, *args: Any, **kwargs: Any) -> Any:
-            declare(self, *args)
-            return original(self, *args, **kwargs)
-
-        patch.setattr(owner, name, declared)
-
+    before = functools.partial(_declare_before, patch)
     before(FlatParam, "gather", gather)
     before(FlatParam, "bind", bind)
     before(FlatParam, "unbind", unbind)
@@ -319,10 +297,41 @@ def declare_accesses(streams: RecordingStreams, patch: Any) -> None:
     before(ShardedGrad, "begin", write_buffer)
     before(ShardedGrad, "complete", write_buffer)
     before(ShardedGrad, "reduce", reduce)
-    before(ShardedGrad, "reduce_over_replicas", reduce_over_replicas)
-    before(Reductions, "_free_between", free_between)
-    before(Reductions, "release", release_all)
     before(ShardedGrad, "store", store)
+    _declare_replicas(streams, before)
+
+
+def _declare_replicas(streams: RecordingStreams, before: Callable[..., None]) -> None:
+    """Declare what REDUCE writes for REPLICATE to read, in memory of its own."""
+    between: list[Place] = []
+
+    def reduce(grad: ShardedGrad, _label: str, _async_op: bool) -> None:
+        if grad.has_replicas:
+            between.append((id(grad), "between"))
+            streams.touch(Stream.REDUCE, writes=between[-1:])
+
+    def reduce_over_replicas(grad: ShardedGrad, _label: str) -> None:
+        streams.touch(Stream.REPLICATE, reads=[(id(grad), "between")])
+
+    def release(_reductions: Reductions) -> None:
+        streams.free(*between)
+        between.clear()
+
+    before(ShardedGrad, "reduce", reduce)
+    before(ShardedGrad, "reduce_over_replicas", reduce_over_replicas)
+    before(Reductions, "_free_between", lambda _reductions: streams.free(between.pop(0)))
+    before(Reductions, "release", release)
+
+
+def _declare_before(patch: Any, owner: type, name: str, declare: Callable[..., Any]) -> None:
+    """Have a method `declare` what it will do."""
+    original = getattr(owner, name)
+
+    def declared(self: Any, *args: Any, **kwargs: Any) -> Any:
+        declare(self, *args)
+        return original(self, *args, **kwargs)
+
+    patch.setattr(owner, name, declared)
 
 
 def _join(clock: Clock, other: Clock) -> None:
