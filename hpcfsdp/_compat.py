@@ -311,9 +311,14 @@ def cat_chunks(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
     """Chunk tensors of one dtype along their first dimension, as many as `output` (n x m) has rows, and fill these.
 
     Row i becomes chunk i of each tensor, flattened; missing rows of a tensor are zeros. On a GPU it is one kernel if
-    all are contiguous and of the output's dtype, or bfloat16 for an output of float32.
+    all are contiguous and ``cats_fused`` of the dtypes.
     """
     torch._chunk_cat(tensors, 0, output.shape[0], out=output)
+
+
+def cats_fused(given: torch.dtype, output: torch.dtype) -> bool:
+    """Return whether ``cat_chunks`` of these dtypes is one kernel: others take a kernel and a copy for each tensor."""
+    return given == output or (given, output) == (torch.bfloat16, torch.float32)
 
 
 def in_backward() -> bool:

@@ -348,9 +348,9 @@ class DTensorParams(ShardedParams):
         return [gap.of(buffer) for gap in self._gaps]
 
     def fill(self, buffer: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> bool:
-        if not self._copies_columns:
-            return False
         layout, dtype = self.layout, self.dtypes.compute
+        if not self._copies_columns or not _compat.cats_fused(dtype, buffer.dtype):
+            return False
         ranks = layout.num_shards
         if self._nothing is None:  # kept: the kernel reads it with the gradients
             self._nothing = torch.zeros(layout.gap_numel, dtype=dtype, device=self.device)

@@ -119,3 +119,14 @@ def test_one_operation_copies_all_gradients_in(monkeypatch, shapes, columns, dty
     copied = sum(len(args[0]) for _, args, _ in found[2].named("_foreach_copy_"))
     assert copied == (columns - 2 if columns and unused else columns)
     assert not found[2].named("copy_", "zero_", "_foreach_zero_")
+
+
+@torch.no_grad()
+def test_gradients_that_no_kernel_casts_are_copied_one_by_one(device):
+    """Else the operator makes a copy of each, as large as it is."""
+    flat, _ = make(BY_ROWS, Dtypes.plan(F32, reduce=BF16))
+    buffer = torch.full((flat.layout.padded_numel,), torch.nan, dtype=BF16)
+    grads = [torch.ones(shape) for shape, _ in BY_ROWS]
+    with Operators() as operators:
+        assert not flat.fill(buffer, grads)
+    assert not operators.called
