@@ -160,13 +160,13 @@ _groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = wea
 """For each default group: the number of groups of the same ranks, by the prefix of their names."""
 
 
-def new_group_of(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+def new_group_of(ranks: Sequence[int], backend: str | None = None, options: Any = None) -> dist.ProcessGroup:
     """Create their process group, in ascending order. Collective over `ranks`, global ranks in any order.
 
     As ``dist.new_group(ranks, use_local_synchronization=True)``. That names a group by the number of groups of a rank:
     members with different numbers would wait for each other under different names, without end. Here the name counts
     the groups of the same ranks, also destroyed ones: keys of a group in the store would mislead another group of its
-    name. The `backend` is by default that of the default group.
+    name. The `backend` is by default that of the default group, and `options` are an object of the backend's.
     """
     c10d, members = dist.distributed_c10d, sorted(ranks)
     everyone = c10d._get_default_group()
@@ -175,6 +175,9 @@ def new_group_of(ranks: Sequence[int], backend: str | None = None) -> dist.Proce
     name = f"hpcfsdp-{hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()}-"
     turns = _groups_made.setdefault(everyone, {})
     turn = turns[name] = turns.get(name, -1) + 1
+    timeout = _timeout_of(everyone, backend)
+    if options is not None:
+        options._timeout = timeout  # torch warns of another one
     bound = everyone.bound_device_id
     everyone.bound_device_id = None  # NCCL would split the default group, and wait for its other ranks
     try:
@@ -185,7 +188,8 @@ def new_group_of(ranks: Sequence[int], backend: str | None = None) -> dist.Proce
             backend,
             store,
             f"{name}{turn}",
-            timeout=_timeout_of(everyone, backend),
+            options,
+            timeout=timeout,
             device_id=bound,
         )
     finally:
@@ -251,18 +255,68 @@ def device_of_group(group: dist.ProcessGroup) -> torch.device:
     return accelerator.current_device() if accelerator.device_type() in kinds else torch.device("cpu")
 
 
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of the backend of a process group for tensors of a device."""
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:  # it has none for them
+        return str(dist.get_backend(group))
+
+
+def group_options(chosen: Mapping[str, Any]) -> Any:
+    """Return options of NCCL's process groups, by the names of ``CommOptions``. Raises ValueError for one it lacks."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=chosen.get("high_priority", False))
+    for name in chosen.keys() - {"high_priority"}:
+        if not hasattr(options.config, name):
+            raise ValueError(f"comm_options: the NCCL of this torch has no {name}={chosen[name]!r}: leave it out")
+        setattr(options.config, name, chosen[name])
+    return options
+
+
+def has_registered_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether the backend of a group registers memory of a device."""
+    try:
+        return hasattr(group._get_backend(device), "register_mem_pool")
+    except RuntimeError:  # for tensors of another device
+        return False
+
+
+def has_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether torch has symmetric memory for gathers of a group: NCCL's, since torch 2.13."""
+    try:
+        return hasattr(_symmetric(device), "get_mem_pool") and backend_name(group, device) == "nccl"
+    except (ImportError, RuntimeError, AttributeError):  # another build, or others have taken another backend
+        return False
+
+
+def _symmetric(device: torch.device) -> Any:
+    from torch.distributed import _symmetric_memory as symmetric
+
+    if symmetric.get_backend(device) != "NCCL":
+        symmetric.set_backend("NCCL")
+    return symmetric
+
+
+def symmetric_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return torch's pool of symmetric memory. Collective over the group, which NCCL connects first."""
+    dist.barrier(group)  # a rendezvous reads the communicator, which is made at the first collective
+    return _symmetric(device).get_mem_pool(device)
+
+
+def rendezvous(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Have all ranks know each other's symmetric memory of a tensor. Collective over the group."""
+    _symmetric(tensor.device).rendezvous(tensor, group.group_name)
+
+
 def registered_pool(group: dist.ProcessGroup, device: torch.device) -> Any | None:
     """Return a new pool of device memory that is registered with the backend of a group; None if it has none.
 
     NCCL reads and writes that memory without copies of its own. What the pool allocates later is registered, too.
     Collective if the group has sent nothing yet: NCCL then connects its ranks.
     """
-    try:
-        backend = group._get_backend(device)
-    except RuntimeError:  # for tensors of another device
+    if not has_registered_memory(group, device):
         return None
-    if not hasattr(backend, "register_mem_pool"):
-        return None
+    backend = group._get_backend(device)
     pool = accelerator.new_pool(device, backend.mem_allocator)
     backend.register_mem_pool(pool)
     return pool

@@ -23,10 +23,12 @@ from torch.distributed.fsdp import (
 
 from hpcfsdp.api.grad_scaler import ShardedGradScaler
 from hpcfsdp.api.wrapper import FullyShardedDataParallel
+from hpcfsdp.comm.communicator import CommOptions
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CommOptions",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",

@@ -7,9 +7,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from hpcfsdp.api.fsdp_module import FSDPModule, UnshardHandle
 from hpcfsdp.api.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from hpcfsdp.comm.communicator import CommOptions
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CommOptions",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

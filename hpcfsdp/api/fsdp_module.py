@@ -22,11 +22,6 @@ from hpcfsdp.units.dtensor_unit import DTensorUnit, dtensor_unit_of, dtensor_uni
 from hpcfsdp.units.materialize import FillEmpty, tensors_on_meta
 from hpcfsdp.units.own import UNIT
 
-_NOT_SUPPORTED = (
-    "is not supported: set HPCFSDP_REGISTERED_MEMORY=1 in the environment, which registers the memory of gathers with "
-    "the backend"
-)
-
 
 class UnshardHandle(stock.UnshardHandle):
     """What ``FSDPModule.unshard`` of a unit has begun."""
@@ -249,21 +244,31 @@ class FSDPModule(stock.FSDPModule):
         unit.reduce_options.scatter = scatter
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce gradients by a communicator of their own on a device if `enable`, as is the default."""
+        """Reduce gradients by a communicator of their own on a device if `enable`. Collective over the ranks.
+
+        See ``CommOptions.separate_reductions``.
+        """
         for unit in self._units(recurse, enable=enable):
-            changes, unit.separate_reductions = unit.separate_reductions is not enable, enable
-            if changes:
-                unit.remake()
+            unit.choose(separate_reductions=enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Refuse `enable`: ``HPCFSDP_REGISTERED_MEMORY=1`` registers the memory of gathers with the backend."""
+        """Gather the module's parameters into memory that is registered with the backend. Collective over the ranks.
+
+        Raises:
+            ValueError: the backend registers no memory.
+        """
         _check_bool("enable", enable)
-        if enable:
-            raise NotImplementedError(f"set_allocate_memory_from_process_group_for_comm {_NOT_SUPPORTED}")
+        self._unit_here.choose(memory="registered" if enable else "plain")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Refuse any `backend`: ``HPCFSDP_REGISTERED_MEMORY=1`` registers the memory of gathers with the backend."""
-        raise NotImplementedError(f"set_symm_mem_for_comm({backend!r}) {_NOT_SUPPORTED}")
+        """Gather the module's parameters into torch's symmetric memory. Collective over the ranks of the mesh.
+
+        Raises:
+            ValueError: `backend` is not "NCCL", or torch has no symmetric memory for it.
+        """
+        if backend != "NCCL":
+            raise ValueError(f"set_symm_mem_for_comm: the backend is 'NCCL', not {backend!r}")
+        self._unit_here.choose(memory="symmetric")
 
     # The rest
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from hpcfsdp import _compat
 from hpcfsdp.api.fsdp_module import FSDPModule, extended_class, torchs_state_error, units_of_modules
 from hpcfsdp.comm import raise_together_over
+from hpcfsdp.comm.communicator import CommOptions
 from hpcfsdp.engine.streams import streams_for
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.units import materialize, own
@@ -38,6 +39,7 @@ def fully_shard(
     offload_policy: stock.OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    comm_options: CommOptions | None = None,
 ) -> Modules:
     """Shard the parameters of a module in place, as torch's function does. Collective over the ranks of `mesh`.
 
@@ -58,13 +60,15 @@ def fully_shard(
         offload_policy: ``CPUOffloadPolicy`` keeps shards and their gradients in host memory.
         ignored_params: parameters that are not sharded.
         dp_mesh_dims: not supported.
+        comm_options: how ranks communicate on an accelerator, see ``CommOptions``; torch has no such argument.
 
     Returns:
         `module`.
 
     Raises:
         ValueError: the module is sharded already, or is a container without a forward; a parameter has no dimension,
-            or is tied to one of another unit; an argument does not fit the mesh.
+            or is tied to one of another unit; an argument does not fit the mesh; the backend of `mesh` lacks an option
+            of `comm_options`.
         ShardingError: DTensors that `shard_placement_fn` sends nowhere else are on ranks of `mesh`.
         NotImplementedError: `dp_mesh_dims` is given.
     """
@@ -103,6 +107,7 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
+        comm_options=comm_options,
         ignored=replicated_in(nn.ModuleList(modules), ignored_params or ()),
     )
     return module
@@ -116,13 +121,16 @@ def shard_modules(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: stock.MixedPrecisionPolicy = _NO_MIXED_PRECISION,
     offload_policy: stock.OffloadPolicy = _NO_OFFLOAD,
+    comm_options: CommOptions | None = None,
     ignored: own.Ignored = own.NOTHING_IGNORED,
 ) -> None:
     """Make one unit of the modules. Collective over the ranks of `mesh`. Arguments are those of ``fully_shard``."""
     choice = _reshard_choice(reshard_after_forward, mesh.shard.size)
     watch_optimizers()
     container = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    comm_options = comm_options or CommOptions()
     with raise_together_over(mesh.subgroups()):
+        mesh.refuse_options(comm_options)
         # Lazily: what is ignored may have no shape yet.
         free = (param for param in container.parameters() if param not in ignored.params)
         params = (param for param in free if param.dim() and own.unit_fqn(param) is None)
@@ -144,6 +152,7 @@ def shard_modules(
             mp_policy.param_dtype, mp_policy.reduce_dtype, cast_forward_inputs=casts, cast_root_forward_inputs=casts
         ),
         cpu_offload=stock.CPUOffload(offload_params=isinstance(offload_policy, stock.CPUOffloadPolicy)),
+        comm_options=comm_options,
         pin_memory=isinstance(offload_policy, stock.CPUOffloadPolicy) and offload_policy.pin_memory,
     )
     for each in modules:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from hpcfsdp import _compat, env
 from hpcfsdp.api.state_dicts import StateDictMethods
 from hpcfsdp.comm import Communicator, raise_together_over
+from hpcfsdp.comm.communicator import CommOptions
 from hpcfsdp.engine.nested import to_kwargs
 from hpcfsdp.engine.root import Root
 from hpcfsdp.engine.unit import TrainingState
@@ -77,10 +78,12 @@ class FullyShardedDataParallel(StateDictMethods):
             in the unit and its whole shape that returns one of these. Parameters are placed so that shards end
             between blocks; shards keep equal sizes, so large blocks in small units cost padding, of which
             ``hpcfsdp plan --granularity`` shows how much. Checkpoints do not depend on it.
+        comm_options: how ranks communicate on an accelerator, see ``CommOptions``; torch has no such argument.
 
     Raises:
         ValueError: the module is already wrapped, has parameters on several devices, or has tied parameters that the
-            policy puts into different units; or two arguments exclude each other.
+            policy puts into different units; two arguments exclude each other; or the backend of the ranks lacks an
+            option of `comm_options`.
         ShardingError: a granularity does not divide a parameter.
         DisagreementError: ranks pass different models.
 
@@ -108,6 +111,7 @@ class FullyShardedDataParallel(StateDictMethods):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
         granularity: Granularity | GranularityOf = 1,
+        comm_options: CommOptions | None = None,
     ) -> None:
         super().__init__()
         watch_optimizers()
@@ -135,6 +139,7 @@ class FullyShardedDataParallel(StateDictMethods):
             limit_all_gathers=bool(limit_all_gathers),
             use_orig_params=use_orig_params,
             granularity=granularity,
+            comm_options=comm_options or CommOptions(),
             param_init_fn=param_init_fn,
             sync_module_states=sync_module_states,
         )
@@ -143,6 +148,7 @@ class FullyShardedDataParallel(StateDictMethods):
         if options.device is not None:
             move_buffers(module, options.device, ignored=ignored)
         with raise_together_over(mesh.subgroups()):
+            mesh.refuse_options(options.comm_options)
             made = materialize.materialize(
                 module,
                 device=options.device or torch.device("cpu"),

@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,56 @@ class Work(Protocol):
 
     def is_completed(self) -> bool:
         """Return whether the result may be used already. Advances the collective where the transport allows it."""
+
+
+_OF_GROUP = "high_priority min_ctas max_ctas cga_cluster_size".split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommOptions:
+    """How the ranks of a unit communicate on an accelerator: the same on all ranks, of any transport by default.
+
+    On a CPU the first and the third change nothing. The last four are those of NCCL's process groups: gathers,
+    reductions, and reductions over replicas then have groups of their own, made with them.
+    """
+
+    separate_reductions: bool | None = None
+    """Whether reductions have a communicator beside that of gathers, and neither waits for the other. Without it all
+    ranks must use the same parameters in a step. None: not under HIP, nor with CUDA_DEVICE_MAX_CONNECTIONS=1."""
+    sums_by: Literal["hpcfsdp", "backend"] = "hpcfsdp"
+    """Who adds up gradients over ranks: hpcfsdp, in at least float32; or the backend's own reduce-scatter and
+    all-reduce, in the reduce dtype and with the divisions of torch's FSDP2."""
+    memory: Literal["plain", "registered", "symmetric"] | None = None
+    """Where values are gathered: memory of torch, memory that is registered with the backend, or torch's symmetric
+    memory. None: plain, or registered with HPCFSDP_REGISTERED_MEMORY=1."""
+    high_priority: bool = False
+    """Whether kernels of collectives come before others (``is_high_priority_stream``)."""
+    min_ctas: int | None = None
+    """The fewest blocks of a collective's kernel, 1 or more; as the next one."""
+    max_ctas: int | None = None
+    """The most of them."""
+    cga_cluster_size: int | None = None
+    """Blocks that the device schedules together, 0 or more."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is none of those."""
+        allowed = [("separate_reductions", (None, True, False)), ("sums_by", ("hpcfsdp", "backend"))]
+        allowed += [("memory", (None, "plain", "registered", "symmetric")), ("high_priority", (True, False))]
+        for name, values in allowed:
+            if getattr(self, name) not in values:
+                raise ValueError(f"CommOptions: {name} is one of {values}, not {getattr(self, name)!r}")
+        for name in _OF_GROUP[1:]:
+            value, least = getattr(self, name), int(name != "cga_cluster_size")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"CommOptions: {name} is None or a number of at least {least}, not {value!r}")
+        if None not in (self.min_ctas, self.max_ctas) and self.min_ctas > self.max_ctas:  # type: ignore[operator]
+            raise ValueError(f"CommOptions: min_ctas={self.min_ctas} is more than max_ctas={self.max_ctas}")
+
+    @property
+    def of_group(self) -> tuple[tuple[str, Any], ...]:
+        """The options of process groups that are given, with their names."""
+        values = ((name, getattr(self, name)) for name in _OF_GROUP)
+        return tuple((name, value) for name, value in values if value is not None and value is not False)
 
 
 class Communicator:
@@ -74,6 +125,21 @@ class Communicator:
     def gathering_memory(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which to allocate the output of a gather, right before it, where ``alloc`` does not."""
         return contextlib.nullcontext()
+
+    def announce_gather(self, output: Tensor) -> None:
+        """Have peers know memory of ``gathering_memory``, right before a gather into it."""
+
+    # Choices
+
+    def choosing(self, options: CommOptions) -> "Communicator":
+        """Not collective. Return the same communicator with other options, as far as they concern its collectives."""
+        del options
+        return self
+
+    def lacking(self, options: CommOptions) -> list[str]:
+        """Not collective. Return the options that the backend does not have, as text."""
+        named = [f"{name}={value!r}" for name, value in options.of_group]
+        return named + ["sums_by='backend'"] * (options.sums_by == "backend")
 
     # Collectives on tensors
 

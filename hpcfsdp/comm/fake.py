@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcfsdp.comm.communicator import Communicator
+from hpcfsdp.comm.communicator import CommOptions, Communicator
 from hpcfsdp.comm.reduce import OptionalTensors, Reduction
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
@@ -25,6 +25,9 @@ class FakeCommunicator(Communicator):
 
     def __repr__(self) -> str:
         return f"FakeCommunicator(rank={self.rank}, size={self.size})"
+
+    def lacking(self, options: CommOptions) -> list[str]:
+        return []  # it sends nothing
 
     def _barrier(self, async_op: bool) -> None: ...
 

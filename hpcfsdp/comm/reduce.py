@@ -113,7 +113,7 @@ def reduce_rows(output: torch.Tensor, rows: torch.Tensor, reduction: Reduction) 
 
 
 @torch.no_grad()
-def divide_(total: torch.Tensor, divisor: int) -> None:
+def divide_(total: torch.Tensor, divisor: float) -> None:
     """Make an average of a sum, in place; that of integers is rounded towards zero."""
     if divisor != 1:
         total.div_(divisor, rounding_mode=_rounding(total))

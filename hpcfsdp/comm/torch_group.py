@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import logging
 import weakref
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from hpcfsdp import _compat, accelerator, env, timeline
 from hpcfsdp.comm.backend.process_group import is_mpi_group
-from hpcfsdp.comm.communicator import Communicator
+from hpcfsdp.comm.communicator import CommOptions, Communicator
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.reduce import OptionalTensors, Reduction, Tensors, divide_, reduce_rows
 from hpcfsdp.errors import DifferentCallsError
@@ -41,6 +42,7 @@ class TorchGroupCommunicator(Communicator):
         self.world_ranks = tuple(dist.get_process_group_ranks(group))
         self.device = device or _compat.device_of_group(group)
         self._lines: tuple[TorchGroupCommunicator, TorchGroupCommunicator] | None = None  # within and across nodes
+        self._options = CommOptions()
 
     @_compat.outside_of_modes
     def divide(self, nodes: Topology) -> None:
@@ -68,21 +70,55 @@ class TorchGroupCommunicator(Communicator):
     def __repr__(self) -> str:
         return f"TorchGroupCommunicator({dist.get_backend(self.group)}, rank={self.rank}, size={self.size})"
 
+    def choosing(self, options: CommOptions) -> TorchGroupCommunicator:
+        if options == self._options:
+            return self
+        made = copy.copy(self)
+        made._options = options
+        return made
+
+    def lacking(self, options: CommOptions) -> list[str]:
+        backend = _compat.backend_name(self.group, self.device)
+        found = [f"{name}={value!r}" for name, value in options.of_group if backend != "nccl"]
+        if options.memory in ("registered", "symmetric") and accelerator.is_accelerator(self.device):
+            has_it = _compat.has_symmetric_memory if options.memory == "symmetric" else _compat.has_registered_memory
+            found += [] if has_it(self.group, self.device) else [f"memory={options.memory!r}"]
+        return found
+
+    def with_own_group(self, options: CommOptions) -> TorchGroupCommunicator:
+        """Return one of the same ranks with a group that is made with options. Collective over the group."""
+        made = _compat.group_options(dict(options.of_group)) if options.of_group else None
+        group = _compat.new_group_of(self.world_ranks, dist.get_backend(self.group), made)
+        return TorchGroupCommunicator(group, self.device)
+
+    @property
+    def _is_symmetric(self) -> bool:
+        return self._options.memory == "symmetric" and accelerator.is_accelerator(self.device)
+
     def gathering_memory(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which device memory is registered with the group; nothing without the option.
+        """Return a context in which device memory is registered with the group, or symmetric, if that was chosen.
 
         NCCL copies between a tensor and buffers of its own, unless the tensor's memory comes from NCCL's allocator and
         is registered with the group. Collective over the group, if that has sent nothing yet.
         """
-        if not env.registered_memory():
+        chosen = self._options.memory
+        if chosen == "plain" or (chosen is None and not env.registered_memory()):
             return contextlib.nullcontext()
-        if self.group not in _pools:
-            _pools[self.group] = _compat.registered_pool(self.group, self.device)
-            if _pools[self.group] is None:
+        if chosen is not None and not accelerator.is_accelerator(self.device):
+            return contextlib.nullcontext()
+        pools = _pools.setdefault(self.group, {})
+        if self._is_symmetric not in pools:
+            make = _compat.symmetric_pool if self._is_symmetric else _compat.registered_pool
+            pools[self._is_symmetric] = make(self.group, self.device)
+            if pools[self._is_symmetric] is None:
                 backend = dist.get_backend(self.group)
                 log.warning("%s has no registered memory: HPCFSDP_REGISTERED_MEMORY=1 has no effect", backend)
-        pool = _pools[self.group]
+        pool = pools[self._is_symmetric]
         return contextlib.nullcontext() if pool is None else accelerator.allocating_from(pool, self.device)
+
+    def announce_gather(self, output: Tensor) -> None:
+        if self._is_symmetric and self.size > 1:
+            _compat.rendezvous(output, self.group)
 
     def _barrier(self, async_op: bool) -> _Work | None:
         events.ring.note(events.BEGIN, "barrier")
@@ -121,10 +157,15 @@ class TorchGroupCommunicator(Communicator):
     ) -> _Work | None:
         events.ring.note(events.BEGIN, label)
         output, sent, accumulate = output.detach().view(-1), full.detach().view(-1), reduction.accumulate
+        if self._sums_by_backend(full, reduction):
+            total = output if output.dtype == sent.dtype else torch.empty_like(output, dtype=sent.dtype)
+            op, after = _divided(sent, reduction.size)
+            work = _compat.reduce_scatter_single(total, sent, op, self.group, async_op)
+            return _ended(work, lambda: _store(total, output, after))
         if full.dtype == accumulate and accumulate in _NATIVE_DTYPES and reduction.op in _NATIVE_OPS:
             total = output if output.dtype == accumulate else torch.empty_like(output, dtype=accumulate)
             work = _compat.reduce_scatter_single(total, sent, _NATIVE_OPS[reduction.op], self.group, async_op)
-            return _ended(work, lambda: _store(total, output, reduction))
+            return _ended(work, lambda: _store(total, output, reduction.divisor))
         # Ranks send values in their own dtype, and sum them here in another: no more bytes than a sum on the way.
         if self._lines is not None and reduction.op == "average":
             within, across = self._lines
@@ -140,6 +181,9 @@ class TorchGroupCommunicator(Communicator):
     def _all_reduce(self, label: str, tensor: Tensor, reduction: Reduction, async_op: bool) -> _Work | None:
         events.ring.note(events.BEGIN, label)
         flat, native = tensor.detach().view(-1), _NATIVE_DTYPES | {torch.float16, torch.bfloat16}
+        if self._sums_by_backend(flat, reduction):
+            op, after = _divided(flat, reduction.size)
+            return _ended(dist.all_reduce(flat, op, self.group, async_op), lambda: _store(flat, flat, after))
         if accelerator.is_accelerator(self.device) and tensor.dtype.itemsize < reduction.accumulate.itemsize:
             # No backend sends values in their own dtype and sums them in another.
             numel = -(-flat.numel() // self.size)
@@ -152,7 +196,7 @@ class TorchGroupCommunicator(Communicator):
         if tensor.dtype in native and reduction.accumulate in _NATIVE_DTYPES and reduction.op in _NATIVE_OPS:
             total = flat.to(reduction.accumulate)
             work = dist.all_reduce(total, _NATIVE_OPS[reduction.op], self.group, async_op)
-            return _ended(work, lambda: _store(total, flat, reduction))
+            return _ended(work, lambda: _store(total, flat, reduction.divisor))
         gathered = flat.new_empty(self.size * flat.numel())
         work = _compat.all_gather_single(_bytes(gathered), _bytes(flat), self.group, async_op)
         return _ended(work, lambda: reduce_rows(flat, gathered.view(self.size, -1), reduction))
@@ -191,17 +235,35 @@ class TorchGroupCommunicator(Communicator):
 
         return _ended(work, store)
 
+    def _sums_by_backend(self, tensor: Tensor, reduction: Reduction) -> bool:
+        is_float = tensor.is_floating_point() and tensor.dtype.itemsize > 1  # no backend adds up fp8
+        return self._options.sums_by == "backend" and reduction.op == "average" and is_float
+
     def _subgroup(self, ranks: list[int]) -> TorchGroupCommunicator:
         members = [dist.get_global_rank(self.group, rank) for rank in ranks]
         return TorchGroupCommunicator(_compat.new_group_of(members, dist.get_backend(self.group)), self.device)
 
 
-_pools: weakref.WeakKeyDictionary[dist.ProcessGroup, Any | None] = weakref.WeakKeyDictionary()
-"""Registered memory, for each group: it is registered with one communicator."""
+_pools: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, Any | None]] = weakref.WeakKeyDictionary()
+"""Registered memory for each group, by whether it is symmetric: it is registered with one communicator."""
 
 
-def _store(total: Tensor, output: Tensor, reduction: Reduction) -> None:
-    divide_(total, reduction.divisor)
+def _divided(sent: Tensor, size: int) -> tuple[Any, float]:
+    """Return the reduction, and the divisor after it, that make an average of it as FSDP2 does; divide before it.
+
+    A sum of float16 overflows early: about the root of the divisor comes before it. Backends average other dtypes.
+    """
+    if sent.dtype in (torch.float32, torch.bfloat16):
+        return dist.ReduceOp.AVG, 1
+    before = 1
+    while size % before == 0 and size / before > before:
+        before *= 2
+    sent.div_(before)
+    return dist.ReduceOp.SUM, size / before
+
+
+def _store(total: Tensor, output: Tensor, divisor: float) -> None:
+    divide_(total, divisor)
     if total is not output:
         output.copy_(total)
 

@@ -15,6 +15,7 @@ from torch import nn
 from hpcfsdp import _compat, accelerator
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work, segment
+from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.dtensor_layout import DTensorLayout
 from hpcfsdp.params.layout import contiguous_strides
@@ -167,7 +168,8 @@ class DTensorParams(ShardedParams):
         if comm.size == 1 and not is_cast and is_home:
             self._views = self._rows_of(self.shard)
             return Whole(self.shard)
-        made = Transient(comm, layout.whole_numel, dtypes.compute, self.device)
+        # Nothing is gathered into it: it needs no memory that the ranks' communicator knows.
+        made = Transient(FakeCommunicator(device=self.device), layout.whole_numel, dtypes.compute, self.device)
         self._views = self._views_of(made.full)
         self._gathered = torch.empty(layout.padded_numel, dtype=dtypes.compute, device=self.device)
         self._segment = segment(self._gathered, comm)
@@ -279,7 +281,10 @@ class DTensorParams(ShardedParams):
         ready = shard
         if shard.dtype != self.dtypes.compute or shard.device != self.device or comm.size == 1:
             ready = self._segment.copy_(shard, non_blocking=True)
-        return None if comm.size == 1 else comm.all_gather_into_tensor(self._gathered, ready, async_op=async_op)
+        if comm.size == 1:
+            return None
+        comm.announce_gather(self._gathered)
+        return comm.all_gather_into_tensor(self._gathered, ready, async_op=async_op)
 
     @property
     def finish_gather(self) -> Callable[[], None] | None:

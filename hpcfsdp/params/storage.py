@@ -124,6 +124,7 @@ class Transient(Buffer):
         if shard.dtype != self.full.dtype or shard.device != self.full.device:
             ready = self._segment
             ready.copy_(shard, non_blocking=True)
+        self._comm.announce_gather(self.full)
         return self._comm.all_gather_into_tensor(self.full, ready, async_op=async_op)
 
     def free(self) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator, raise_together_over
+from hpcfsdp.comm.communicator import CommOptions
 from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
 from hpcfsdp.hang import calls
@@ -64,8 +65,9 @@ def make_unit(
         )
         for group, of_group in zip(own.groups, dtypes, strict=True)
     ]
-    agreed = _compare(module, own, layouts, mesh, None if options.sync_module_states else made)
-    reduce_comm = comm_for_reductions(mesh, dtypes)
+    to_compare = None if options.sync_module_states else made
+    agreed = _compare(module, own, layouts, mesh, to_compare, options.comm_options)
+    gathers, reductions, replicas = comms_for(mesh, dtypes, options.comm_options)
     sharded_params = []
     for index, (group, layout) in enumerate(zip(own.groups, layouts, strict=True)):
         for entry in group:
@@ -74,9 +76,9 @@ def make_unit(
         flat = FlatParam(
             [entry.param for entry in group],
             layout,
-            mesh.shard,
-            reduce_comm=reduce_comm,
-            replicas=mesh.replicas,
+            gathers,
+            reduce_comm=reductions,
+            replicas=replicas,
             dtypes=dtypes[index],
             device=options.device,
             use_orig_params=options.use_orig_params,
@@ -132,7 +134,12 @@ def warn_of_units(root: nn.Module, stacklevel: int) -> None:
 
 
 def _compare(
-    module: nn.Module, own: OwnParams, layouts: Sequence[FlatLayout], mesh: UnitMesh, made: Collection[str] | None
+    module: nn.Module,
+    own: OwnParams,
+    layouts: Sequence[FlatLayout],
+    mesh: UnitMesh,
+    made: Collection[str] | None,
+    options: CommOptions,
 ) -> dict[Communicator, tuple[str, str | None]]:
     """Refuse different parameters, and units inside that ranks made otherwise. Collective over the unit's ranks."""
     trained = [group[0].param.requires_grad for group in own.groups]
@@ -158,6 +165,7 @@ def _compare(
                 counted_fqns=counted,
                 values=None if made is None else values,
                 inside=made_inside(module, comm),
+                options=options,
             )
     return agreed
 
@@ -167,12 +175,22 @@ def shares_memory(mesh: UnitMesh) -> bool:
     return any(comm.shares_memory for dim, comm in mesh.along.items() if dim != "tensor" and comm.size > 1)
 
 
-def comm_for_reductions(mesh: UnitMesh, dtypes: Sequence[Dtypes]) -> Communicator:
-    """Return their communicator for gradients of these dtypes. Collective over the shards' ranks, the first time."""
-    if not any(of_group.param.is_floating_point for of_group in dtypes) or not dist.is_initialized():
-        return mesh.shard
-    narrow = any(of_group.reduce != of_group.accumulate for of_group in dtypes)
-    return GroupCache.current().for_reductions(mesh.shard, narrow=narrow)
+def comms_for(
+    mesh: UnitMesh, dtypes: Sequence[Dtypes], options: CommOptions
+) -> tuple[Communicator, Communicator, Communicator | None]:
+    """Return communicators for gathers and reductions of parameters of these dtypes, and over replicas.
+
+    Collective over the data ranks of the unit, the first time.
+    """
+    if not dist.is_initialized():
+        return mesh.shard, mesh.shard, mesh.replicas
+    cache, reductions, replicas = GroupCache.current(), mesh.shard, mesh.replicas
+    gathers = cache.for_gathers(mesh.shard, options)
+    if any(of_group.param.is_floating_point for of_group in dtypes):
+        narrow = any(of_group.reduce != of_group.accumulate for of_group in dtypes)
+        reductions = cache.for_reductions(mesh.shard, narrow=narrow, options=options)
+        replicas = None if replicas is None else cache.for_gathers(replicas, options, name="replicas")
+    return gathers, reductions, replicas
 
 
 def dtypes_for(mixed: MixedPrecision, kept: torch.dtype, full_precision: bool = False) -> Dtypes:

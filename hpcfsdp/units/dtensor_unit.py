@@ -7,7 +7,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from hpcfsdp.params.layout import TensorBlock, contiguous_strides
 from hpcfsdp.params.sharded_params import Dtypes
 from hpcfsdp.params.storage import nothing_of
 from hpcfsdp.reshard.dtensor_ops import complete_operations_on
-from hpcfsdp.units.build import CHUNK_NUMEL, comm_for_reductions, dtypes_for, shares_memory
+from hpcfsdp.units.build import CHUNK_NUMEL, comms_for, dtypes_for, shares_memory
 from hpcfsdp.units.flat_unit import ModelUnit, TensorView
 from hpcfsdp.units.guard import UnitHooks
 from hpcfsdp.units.materialize import MetaTensor, refuse_uninitialised
@@ -59,7 +59,6 @@ class DTensorUnit(ModelUnit):
 
     output_dtype: torch.dtype | None = None  # floating-point outputs are cast to it; None to leave them
     gather: Gather | None = None  # the user's function to gather shards; None for that of the communicator
-    separate_reductions = True  # whether gradients are reduced by a communicator of their own on a device
 
     def __init__(
         self, name: str, modules: Sequence[nn.Module], own: Sequence[OwnDTensor], mesh: UnitMesh, options: UnitOptions
@@ -126,6 +125,15 @@ class DTensorUnit(ModelUnit):
         if not self.fits() and not any(each.param.local.is_meta for each in self.own):
             self.prepare()
 
+    def choose(self, **options: Any) -> None:
+        """Change options of communication. Collective over the unit's ranks, unless they are as before."""
+        chosen = replace(self.options.comm_options, **options)
+        with raise_together_over(self.mesh.subgroups()):
+            self.mesh.refuse_options(chosen)
+        if chosen != self.options.comm_options:
+            self.options = replace(self.options, comm_options=chosen)
+            self.remake()
+
     def remake(self) -> None:
         """Make the memory of the rows anew, as options have changed. Collective over the unit's ranks."""
         self.is_stale = True
@@ -149,21 +157,22 @@ class DTensorUnit(ModelUnit):
         with raise_together_over(self.mesh.subgroups()):
             self._refuse_meta()
         sharded_params: list[DTensorParams] = []
-        self.labels = []
+        self.labels, chosen = [], self.options.comm_options
         for mesh, group, dtypes in self._groups():
             params = [(each.fqn, each.shape, each.dim, each.aliases, each.block) for each in group]
             layout = DTensorLayout.plan(params, dtypes.param, mesh.shard.size, itemsize=dtypes.itemsize)
             for comm in mesh.data_subgroups():
                 with raise_together_over(other for other in mesh.subgroups() if other is not comm):
-                    shared, _ = check_same_model(comm, [layout], [True], rank_names(comm))
+                    shared, _ = check_same_model(comm, [layout], [True], rank_names(comm), options=chosen)
                 self.labels.append((comm, shared))
+            gathers, reductions, replicas = comms_for(mesh, [dtypes], chosen)
             sharded_params.append(
                 DTensorParams(
                     [each.param for each in group],
                     layout,
-                    mesh.shard,
-                    reduce_comm=comm_for_reductions(mesh, [dtypes]) if self.separate_reductions else None,
-                    replicas=mesh.replicas,
+                    gathers,
+                    reduce_comm=reductions,
+                    replicas=replicas,
                     dtypes=dtypes,
                     device=self.device,
                     pin_memory=self.options.pin_memory,

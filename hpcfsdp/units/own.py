@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from hpcfsdp import _compat
 from hpcfsdp.comm import Communicator
+from hpcfsdp.comm.communicator import CommOptions
 from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError, ShardingError
 from hpcfsdp.params.granularity import Granularity, GranularityOf
@@ -51,6 +52,7 @@ class UnitOptions:
     granularity: Granularity | GranularityOf = 1
     param_init_fn: Callable[[nn.Module], Any] | None = None
     sync_module_states: bool = False
+    comm_options: CommOptions = field(default_factory=CommOptions)
     pin_memory: bool = False  # offloaded shards of ``fully_shard``
 
     @property

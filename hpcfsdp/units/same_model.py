@@ -9,6 +9,7 @@ import torch
 import xxhash
 
 from hpcfsdp.comm import Communicator
+from hpcfsdp.comm.communicator import CommOptions
 from hpcfsdp.errors import DifferentValuesWarning, DisagreementError
 from hpcfsdp.params.layout import FlatLayout, ParamSlot
 from hpcfsdp.reshard.sharded_tensors import checksum
@@ -43,6 +44,7 @@ def check_same_model(
     counted_fqns: Mapping[str, str] | None = None,
     values: Mapping[str, torch.Tensor] | None = None,
     inside: Made = (),
+    options: CommOptions | None = None,
 ) -> tuple[str, str | None]:
     """Raise on every rank, naming the first difference, unless all have the same parameters. Collective over `comm`.
 
@@ -53,6 +55,7 @@ def check_same_model(
         counted_fqns: names of parameters as if ignored modules did not exist, see ``OwnParam``.
         values: tensors to compare, by their names in messages; None to compare none.
         inside: units inside of the one with these parameters.
+        options: how these ranks communicate.
 
     Returns:
         A label of the unit that no other has; the first value that differs, with the ranks, for ``warn_of_values``.
@@ -60,7 +63,7 @@ def check_same_model(
     prints = [(layout.fingerprint(), grad) for layout, grad in zip(layouts, trained, strict=True)]
     sums = None if values is None else {name: checksum(tensor) for name, tensor in values.items()}
     digest = None if sums is None else xxhash.xxh3_64_intdigest(repr(sums).encode())
-    gathered = comm.all_gather_object((prints, digest, list(inside), uuid.uuid4().hex[:12]))
+    gathered = comm.all_gather_object((prints, digest, list(inside), options, uuid.uuid4().hex[:12]))
     differs = [other != gathered[0][0] for other, *_ in gathered]
     if any(differs):
         mine = [
@@ -73,7 +76,11 @@ def check_same_model(
             for counted in [(counted_fqns or {}).get(slot.fqn, slot.fqn)]
         ]
         _compare_parameters(comm.all_gather_object(mine), differs, names)
-    compare_units([units for _, _, units, _ in gathered], names)
+    compare_units([units for _, _, units, *_ in gathered], names)
+    for name, (*_, others, _label) in zip(names, gathered, strict=True):
+        if others != gathered[0][3]:
+            text = f"comm_options differ: rank {names[0]} passes {gathered[0][3]}, rank {name} passes {others}"
+            raise DisagreementError(f"{text}; pass the same on all ranks").on_all_ranks()
     digests, label = [digest for _, digest, *_ in gathered], gathered[0][-1]
     if None in digests or len(set(digests)) == 1:
         return label, None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +21,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard as ShardAlong
 
 from hpcfsdp import _compat, accelerator, env
 from hpcfsdp.comm import Communicator, communicator_for
-from hpcfsdp.comm.communicator import Grid
+from hpcfsdp.comm.communicator import CommOptions, Grid
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.launch.topology import Topology
@@ -27,6 +29,7 @@ from hpcfsdp.params.layout import TensorBlock
 from hpcfsdp.world import current_world
 
 log = logging.getLogger("hpcfsdp.groups")
+_NO_OPTIONS = CommOptions()
 
 
 class GroupCache:
@@ -104,7 +107,16 @@ class GroupCache:
             return world.host
         return self._cached(("host", ranks), lambda: world.host.subgroup(ranks))
 
-    def for_reductions(self, comm: Communicator, *, narrow: bool) -> Communicator:
+    def for_gathers(self, comm: Communicator, options: CommOptions, *, name: str = "gathers") -> Communicator:
+        """Return a communicator of the same ranks with `options`; of a `name` if they ask for groups of their own."""
+        if isinstance(comm, TorchGroupCommunicator) and comm.size > 1 and options.of_group:
+            key = name, self.global_ranks(comm), options.of_group
+            comm = self._cached(key, functools.partial(comm.with_own_group, options))
+        if options.memory in ("registered", "symmetric") and not accelerator.is_accelerator(comm.device):
+            log.info("memory=%r has no effect on a CPU", options.memory)
+        return comm.choosing(options)
+
+    def for_reductions(self, comm: Communicator, *, narrow: bool, options: CommOptions = _NO_OPTIONS) -> Communicator:
         """Return a communicator of the same ranks whose collectives do not wait for those of `comm`.
 
         On an accelerator those of one communicator run in the order of their calls. How gathers and reductions follow
@@ -112,17 +124,19 @@ class GroupCache:
         which it is `narrow`, go between nodes once for each node.
         """
         if not isinstance(comm, TorchGroupCommunicator) or not accelerator.is_accelerator(comm.device) or comm.size < 2:
-            return comm
+            return comm.choosing(options)
+        if not (_separates_by_default() if options.separate_reductions is None else options.separate_reductions):
+            return self.for_gathers(comm, options)
         ranks, world = self.global_ranks(comm), current_world()
 
         def divide() -> None:
             labels = comm.all_gather_object(env.host_name()) if world is None else map(world.topology.node_rank, ranks)
             made.divide(Topology.from_labels(list(labels)))
 
-        made = self._cached(("reductions", ranks), lambda: comm.subgroup(range(comm.size)))
-        if narrow:
-            self._cached(("divided", ranks), divide)
-        return made
+        made = self._cached(("reductions", ranks, options.of_group), lambda: comm.with_own_group(options))
+        if narrow and options.sums_by == "hpcfsdp":
+            self._cached(("divided", ranks, options.of_group), divide)
+        return made.choosing(options)
 
     def global_ranks(self, comm: Communicator) -> tuple[int, ...]:
         """Return the ranks of `comm` in torch's default group."""
@@ -191,6 +205,21 @@ class GroupCache:
 
 
 _current: GroupCache | None = None
+
+
+def _separates_by_default() -> bool:
+    """Return whether gathers and reductions have communicators of their own where the program does not say so.
+
+    Several at once hang on MI250X (rccl#2191), and where a device has one queue for all of them.
+    """
+    if env.device_connections() != 1:
+        return torch.version.hip is None
+    warnings.warn(
+        "CUDA_DEVICE_MAX_CONNECTIONS=1: kernels of two communicators could wait for each other in one queue, so "
+        "gathers and reductions share one. Unset the variable, or pass CommOptions(separate_reductions=...)",
+        stacklevel=2,
+    )
+    return False
 
 
 def rank_names(comm: Communicator) -> tuple[int, ...]:
@@ -365,6 +394,15 @@ class UnitMesh:
         factor = prod(size for size, placement in later if placement.is_shard(dim))
         placements[mine] = _compat.shard_of_rows(dim, factor)
         return mesh, placements
+
+    def refuse_options(self, options: CommOptions) -> None:
+        """Not collective. Raise ValueError for options that a backend of these ranks does not have."""
+        if not isinstance(options, CommOptions):
+            raise TypeError(f"comm_options must be a CommOptions or None, not {options!r}")
+        for dim in ("shard", "replicate"):
+            comm = self.along.get(dim)
+            if comm is not None and comm.size > 1 and (lacking := comm.lacking(options)):
+                raise ValueError(f"comm_options: {comm!r} does not have {lacking[0]}: leave it out, or use NCCL")
 
     def process_group(self) -> dist.ProcessGroup:
         """Torch's process group over them. Collective over `dtensor_ranks`, the first time."""

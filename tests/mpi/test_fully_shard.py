@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed.fsdp as stock
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +27,24 @@ def test_training(world, row_meshes, ours_on, reshard):
         return train(make(fsdp, mesh, reshard_after_forward=reshard), world.rank)
 
     same(program, row_meshes["torch"], ours_on)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's, about views
+@pytest.mark.parametrize("reduce", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_of_the_backend_are_those_of_torch_to_the_last_bit(world, row_meshes, reduce):
+    policy = ours.MixedPrecisionPolicy(torch.bfloat16, reduce)
+
+    def grads(fsdp, mesh, **options):
+        model = make(fsdp, mesh, dtype=torch.float32, mp_policy=policy, **options)
+        for ids in batches(world.rank, 2):
+            model(ids).square().mean().backward()
+        return [whole(param.grad) for param in model.parameters()]
+
+    expected, gloo = grads(stock, row_meshes["gloo"]), row_meshes["gloo"]
+    found = grads(ours, gloo, comm_options=ours.CommOptions(sums_by="backend"))
+    assert all(map(torch.equal, found, expected))
+    assert not all(map(torch.equal, grads(ours, gloo), expected)), "the test can tell"
 
 
 @pytest.mark.ranks(2, 3)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hpcfsdp
 import hpcfsdp.fsdp2 as ours
+from hpcfsdp.comm.communicator import CommOptions
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.gradient import ShardedGrad
 from tests.mpi.row_cases import Net, batches, make, same, train, whole
@@ -713,7 +714,14 @@ def test_lists_with_modules_inside_of_others(world, row_meshes):
         (lambda: ours.fully_shard(nn.Linear(2, 2)).set_gradient_divide_factor(0), ValueError, "other than 0"),
         (lambda: ours.fully_shard(nn.Linear(2, 2)).set_reduce_scatter_max_input_buffers(0), ValueError, "got 0"),
         (lambda: ours.fully_shard(nn.Linear(2, 2)).set_reduce_scatter_max_input_buffers(True), TypeError, "bool"),
-        (lambda: ours.fully_shard(nn.Linear(2, 2)).set_symm_mem_for_comm(), NotImplementedError, "REGISTERED_MEMORY"),
+        (lambda: ours.fully_shard(nn.Linear(2, 2)).set_symm_mem_for_comm("CUDA"), ValueError, "not 'CUDA'"),
+        (lambda: ours.fully_shard(nn.Linear(2, 2), comm_options={"max_ctas": 4}), TypeError, "CommOptions or None"),
+        (lambda: ours.fully_shard(nn.Linear(2, 2), comm_options=CommOptions(max_ctas=4)), ValueError, "max_ctas=4: le"),
+        (
+            lambda: hpcfsdp.FullyShardedDataParallel(nn.Linear(2, 2), comm_options=CommOptions(sums_by="backend")),
+            ValueError,
+            "does not have sums_by='backend'",
+        ),
         (lambda: ours.fully_shard(nn.Linear(2, 2))._get_fsdp_state(), EngineError, "its own fully_shard"),
         (lambda: reduce_as_a_stage(ours.fully_shard(nn.Linear(2, 2))), EngineError, "its own fully_shard"),
         (lambda: hpcfsdp.FullyShardedDataParallel(ours.fully_shard(nn.Linear(2, 2))), ValueError, "fully_shard"),

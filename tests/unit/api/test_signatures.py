@@ -15,7 +15,7 @@ FSDP2 = {
     *("UnshardHandle", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"),
 }
 MEMBERS = sorted(name for name in vars(Theirs) if not name.startswith("_"))
-WRITTEN_HERE = {"FullyShardedDataParallel", "ShardedGradScaler"}
+WRITTEN_HERE = {"CommOptions", "FullyShardedDataParallel", "ShardedGradScaler"}
 
 
 def kind(cls, name):
@@ -29,7 +29,7 @@ def parameters(function):
 
 
 def test_the_names_are_those_of_torch():
-    assert set(fsdp.__all__) == set(torch_fsdp.__all__) - FSDP2 | {"ShardedGradScaler"}
+    assert set(fsdp.__all__) == set(torch_fsdp.__all__) - FSDP2 | {"CommOptions", "ShardedGradScaler"}
     assert set(wrap.__all__) == set(torch_wrap.__all__)
 
 
@@ -54,7 +54,7 @@ def test_there_is_something_to_compare():
 def test_the_constructor_takes_what_torchs_takes():
     own, theirs = parameters(Ours.__init__), parameters(Theirs.__init__)
     assert own[: len(theirs)] == theirs
-    assert [name for name, _, _ in own[len(theirs) :]] == ["granularity"]  # of this package alone
+    assert [name for name, _, _ in own[len(theirs) :]] == ["granularity", "comm_options"]  # of this package alone
 
 
 @pytest.mark.parametrize("name", MEMBERS)
