@@ -76,6 +76,8 @@ add("--param-dtype", choices=tuple(_DTYPES), default="fp32", help="of parameters
 add("--reduce-dtype", choices=tuple(_DTYPES), help="of gradients between ranks; default: that of --dtype")
 add("--optimizer", metavar="NAME", default="adamw", help="adamw, adamw-fused, sgd-momentum, sgd, none")
 add("--front", choices=("class", "fully_shard"), default="class", help="FullyShardedDataParallel, or fully_shard")
+add("--sums-by", choices=("hpcfsdp", "backend"), default="hpcfsdp", help="who adds up gradients over ranks")
+add("--one-communicator", action="store_true", help="reductions share that of gathers, as by default on AMD")
 add("--granularity", type=_granularity, metavar="BLOCK", help="row, whole, or elements that stay on one rank")
 add("--strategy", metavar="NAME", help="plan this one alone, such as HYBRID_SHARD")
 add("--shard", type=positive, metavar="N", help="plan so many ranks for each copy of the model alone")
@@ -135,6 +137,7 @@ def _request(options: argparse.Namespace) -> Request:
 
     import torch  # takes a second
 
+    from hpcfsdp.comm.communicator import CommOptions  # with torch
     from hpcfsdp.plan.choice import Disk, Request  # with torch
     from hpcfsdp.plan.layouts import Precision, Setup  # the same
     from hpcfsdp.plan.links import Links, device_named, link_of, measured_links  # the same
@@ -161,6 +164,9 @@ def _request(options: argparse.Namespace) -> Request:
         offload=options.offload,
         accumulation=accumulation,
         granularity=options.granularity or 1,
+        comm_options=CommOptions(
+            sums_by=options.sums_by, separate_reductions=False if options.one_communicator else None
+        ),
     )
     strategies = () if options.strategy is None else (options.strategy,)
     checkpointed = None if options.recompute is None else options.recompute == "yes"

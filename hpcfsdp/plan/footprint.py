@@ -329,7 +329,7 @@ def scatter_scratch(group: PlannedGroup, setup: Setup, output: torch.dtype) -> i
     if dtypes.reduce == dtypes.accumulate:
         return total
     # Ranks send values in 16 bits and add them up in 32: each receives all parts, those of a node first.
-    if setup.nodes_of_shards > 1 and setup.shards > setup.nodes_of_shards:
+    if setup.sums_by_node:
         of_node = allocated(shard * setup.nodes_of_shards, dtypes.reduce)
         within = sent + allocated(shard * setup.nodes_of_shards, dtypes.accumulate)
         return sent + of_node + max(within, of_node + total)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
+from hpcfsdp.comm.communicator import CommOptions
 from hpcfsdp.errors import UsageError
 from hpcfsdp.params.dtensor_layout import DTensorLayout
 from hpcfsdp.params.granularity import Granularity
@@ -50,6 +51,7 @@ class Setup:
     offload: bool = False  # keep shards, gradients and the optimizer's state in host memory
     accumulation: int = 1  # backwards before a step, each of which reduces its gradients
     granularity: Granularity = 1  # what of each parameter stays on one rank, of the class
+    comm_options: CommOptions = CommOptions()  # noqa: RUF009 (frozen)
     nodes_of_shards: int = 1  # nodes over which the ranks of a copy lie, for reductions in 16 bits
 
     def __post_init__(self) -> None:
@@ -65,6 +67,12 @@ class Setup:
     @property
     def ranks(self) -> int:
         return self.shards * self.replicas
+
+    @property
+    def sums_by_node(self) -> bool:
+        """Whether sums of hpcfsdp in 16 bits go between nodes once for each node, by communicators of their own."""
+        separate = self.comm_options.separate_reductions is not False
+        return separate and self.shards > self.nodes_of_shards > 1
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,8 @@ def groups_of(params: Sequence[Param], setup: Setup) -> tuple[PlannedGroup, ...]
 def _group(members: Mapping[int, Param], setup: Setup, dtype: torch.dtype, trained: bool) -> PlannedGroup:
     params = tuple(members.values())
     dtypes = setup.precision.dtypes(dtype)
+    if setup.comm_options.sums_by == "backend":
+        dtypes = replace(dtypes, accumulate=dtypes.reduce)
     layout: FlatLayout | DTensorLayout
     stepped: tuple[int, ...]
     if setup.front == "class":

@@ -191,6 +191,14 @@ class RankGroup:
         transfer = max(within / links.within.bytes_per_s, between / links.between.bytes_per_s)
         return Traffic(within, between, latency, transfer, 1)
 
+    def all_to_all(self, nbytes: float, links: Links) -> Traffic:
+        """Return what it takes for each rank to send its part of so many bytes to each other one."""
+        between = nbytes * (self.size - self.per_node) / self.size
+        within = nbytes * (self.per_node - 1) / self.size
+        latency = (self.size > self.per_node) * links.between.latency_s + (self.per_node > 1) * links.within.latency_s
+        transfer = max(within / links.within.bytes_per_s, between / links.between.bytes_per_s)
+        return Traffic(within, between, latency, transfer, int(self.size > 1))
+
     def all_reduce(self, nbytes: float, links: Links) -> Traffic:
         """Return what an all-reduce of so many bytes on each rank takes: a reduce-scatter and an all-gather."""
         half = self.gather(nbytes, links)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from hpcfsdp.comm.communicator import CommOptions
 from hpcfsdp.errors import UsageError, nearest
 from hpcfsdp.output.figure_file import new_figure
 from hpcfsdp.plan.choice import SAME_TIME, Candidate, Disk, Request, candidates, pick, way_out
@@ -230,8 +231,14 @@ def program(step: TracedStep, candidate: Candidate) -> tuple[str, ...]:
     )
     hybrid = setup.replicas > 1 and setup.shards > 1
     mesh = [f"mesh = world.mesh(replicate={setup.replicas}, shard={setup.shards})"] if hybrid else []
+    chosen, usual = setup.comm_options, CommOptions()
+    options = [f"{name}={value!r}" for name, value in vars(chosen).items() if value != getattr(usual, name)]
     build = _with_class if setup.front == "class" else _with_fully_shard
-    return (*mesh, *build(candidate, kinds, mixed, hybrid))
+    made = build(candidate, kinds, mixed, hybrid)
+    if options:
+        made.insert(1, f"    comm_options=CommOptions({', '.join(options)}),")
+        made[1:3] = reversed(made[1:3])  # the model comes first
+    return (*mesh, *made)
 
 
 def _with_class(candidate: Candidate, kinds: list[str], mixed: str, hybrid: bool) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpcfsdp.plan.footprint import Footprint, Replay, ReplayedUnit
-from hpcfsdp.plan.layouts import OPTIMIZERS, Setup
+from hpcfsdp.plan.layouts import OPTIMIZERS, PlannedGroup, Setup
 from hpcfsdp.plan.links import Links, RankGroup, Traffic
 from hpcfsdp.plan.traced_step import StepEvent, TracedStep
 
@@ -67,6 +67,7 @@ class _Schedule(Replay):
         super().__init__(step, setup)
         self._machine = machine
         per_node = machine.ranks_per_node
+        self._is_one_queue = setup.comm_options.separate_reductions is False  # for gathers and reductions
         self._shards = RankGroup.of_shards(setup.shards, per_node)
         self._replicas = RankGroup.of_replicas(setup.replicas, setup.shards, per_node)
         known: dict[int, UnitCost] = {}
@@ -88,10 +89,20 @@ class _Schedule(Replay):
         for group in unit.groups:
             gather += self._shards.gather(group.layout.padded_numel * group.dtypes.compute.itemsize, links)
             if group.trained:
-                reduce += self._shards.gather(group.layout.padded_numel * group.dtypes.reduce.itemsize, links)
+                reduce += self._reduction_of(group)
                 shard_bytes = group.layout.shard_numel * group.dtypes.reduce.itemsize
                 replicate += self._replicas.all_reduce(shard_bytes, links) if setup.replicas > 1 else Traffic()
         return UnitCost(gather, reduce, replicate)
+
+    def _reduction_of(self, group: PlannedGroup) -> Traffic:
+        links, shards = self._machine.links, self._shards
+        nbytes = group.layout.padded_numel * group.dtypes.reduce.itemsize
+        if group.dtypes.reduce == group.dtypes.accumulate or shards.nodes == 1:
+            return shards.gather(nbytes, links)
+        if self.setup.sums_by_node:  # within nodes, and what is left across them
+            across = RankGroup(1, shards.nodes).gather(nbytes / shards.per_node, links)
+            return RankGroup(shards.per_node, 1).gather(nbytes, links) + across
+        return shards.all_to_all(nbytes, links)
 
     def step_time(self) -> StepTime:
         """Return the step that was run; every backward before the optimizer's step takes as long as the last."""
@@ -134,7 +145,7 @@ class _Schedule(Replay):
 
     def on_gather(self, unit: ReplayedUnit) -> None:
         cost = self._costs[unit.index].gather
-        self._gathers = self._sent(self._gathers, cost)
+        self._gathers = self._sent(max(self._gathers, self._reductions if self._is_one_queue else 0.0), cost)
         self._ready[unit.index] = self._gathers
         self._sums[0] += cost
 
@@ -151,7 +162,8 @@ class _Schedule(Replay):
         cost = self._costs[unit.index]
         self._compute = max(self._compute, self._buffer_free.get(place, 0.0))
         share = 1 / sum(group.trained for group in unit.groups)  # the groups of a unit are reduced one by one
-        self._reductions = self._sent(max(self._reductions, self._compute), cost.reduce * share)
+        ready = max(self._reductions, self._compute, self._gathers if self._is_one_queue else 0.0)
+        self._reductions = self._sent(ready, cost.reduce * share)
         done = self._reductions
         if self.setup.replicas > 1:
             done = self._sent(max(self._replication, done), cost.replicate * share)

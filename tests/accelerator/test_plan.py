@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
 )
 
 from hpcfsdp import _compat, fsdp2
+from hpcfsdp.comm.communicator import CommOptions
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.examples.gpt.run_config import ModelConfig
@@ -235,14 +236,16 @@ def test_options(world, group, optimizer, accumulation, checkpointed, offload):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize(("nodes", "by"), [(1, "hpcfsdp"), (2, "hpcfsdp"), (1, "backend")])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_scratch_of_reductions(world, group, precision, nodes):
+def test_scratch_of_reductions(world, group, precision, nodes, by):
     """Of a reduce-scatter, within one node and over two, and of an all-reduce."""
     comm = TorchGroupCommunicator(dist.new_group(backend=BACKEND))
     if nodes > 1:
         comm.divide(Topology(((0, 1), (2, 3))))
-    setup = setup_of("FULL_SHARD", precision, world.size, 1, nodes_of_shards=nodes)
+    options = CommOptions(sums_by=by)
+    comm = comm.choosing(options)
+    setup = setup_of("FULL_SHARD", precision, world.size, 1, nodes_of_shards=nodes, comm_options=options)
     (found,) = groups_of([Param("weight", (64, 1000), PRECISIONS[precision][0])], setup)
     dtypes = found.dtypes
     full = torch.ones(found.layout.padded_numel, dtype=dtypes.reduce).to(SIM)

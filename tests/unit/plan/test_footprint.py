@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from hpcfsdp.comm.communicator import CommOptions
 from hpcfsdp.errors import UsageError
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.plan.footprint import footprint
@@ -118,3 +119,12 @@ def test_a_model_without_units():
 def test_setups_that_do_not_exist(options, message):
     with pytest.raises(UsageError, match=message):
         Setup(**options)
+
+
+def test_sums_of_the_backend_take_no_second_buffer():
+    by_us, by_backend = (
+        footprint(model_of(4), Setup(shards=4, precision=Precision(torch.bfloat16), comm_options=options))
+        for options in (CommOptions(), CommOptions(sums_by="backend"))
+    )
+    scratch = [max(moment.bytes_by_kind["scratch"] for moment in each.course[:-1]) for each in (by_us, by_backend)]
+    assert scratch == [2 * MIB, 0], "at the moments with most memory: all parts of the others, or nothing"

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hpcfsdp.plan.layouts import Setup
+from hpcfsdp.comm.communicator import CommOptions
+from hpcfsdp.plan.layouts import Precision, Setup
 from hpcfsdp.plan.links import Link, Links
 from hpcfsdp.plan.step_time import Machine, replay
 from hpcfsdp.plan.traced_step import EventKind, Param, PlannedUnit, without_activations
@@ -87,3 +88,27 @@ def test_more_backwards_take_as_many_times_as_long():
 def test_the_optimizer_reads_and_writes_shards():
     found = time_of(step_of(4, 1), Setup(shards=2), replace(machine(), memory_bytes_per_s=1e9))
     assert found.optimizer_s == pytest.approx(4 * NUMEL / 2 * 4 * (6 + 1) / 1e9)
+
+
+def test_reductions_of_16_bits_between_nodes():
+    """By node, for each rank, and by the backend: 2 nodes x 4 ranks, of a unit of 2 MiB in 16 bits."""
+    half, link, step = Precision(torch.bfloat16), Link(0.0, 1e9, "given"), step_of(1, 1)
+    two_nodes = Machine(4, Links(link, link), 1.0, 1e30)
+
+    def reductions(**options):
+        setup = Setup(shards=8, precision=half, nodes_of_shards=2, comm_options=CommOptions(**options))
+        found = time_of(step, setup, two_nodes).reductions
+        return found.calls, found.between_bytes, found.within_bytes
+
+    assert reductions() == (2, NUMEL / 4, 1.5 * NUMEL)
+    assert reductions(sums_by="backend") == (1, NUMEL / 4, 1.5 * NUMEL)
+    assert reductions(separate_reductions=False) == (1, NUMEL, 0.75 * NUMEL)
+
+
+def test_gathers_and_reductions_of_one_communicator_wait_for_each_other():
+    """Two links, one for each: only the communicator keeps them apart."""
+    links = Links(Link(0.4, 1e30, "given"), Link(0.4, 1e30, "given"))
+    setup = Setup(shards=2)
+    one = replace(setup, comm_options=CommOptions(separate_reductions=False))
+    two_s, one_s = (time_of(step_of(8, 0.5), each, Machine(2, links, 1.0, 1e30)).seconds for each in (setup, one))
+    assert one_s > two_s + 1
