@@ -38,8 +38,8 @@ class CommOptions:
     """
 
     separate_reductions: bool | None = None
-    """Whether reductions have a communicator beside that of gathers, and neither waits for the other. Without it all
-    ranks must use the same parameters in a step. None: not under HIP, nor with CUDA_DEVICE_MAX_CONNECTIONS=1."""
+    """Whether reductions have a communicator beside that of gathers, and neither waits for the other. None: not under
+    HIP, nor with CUDA_DEVICE_MAX_CONNECTIONS=1."""
     sums_by: Literal["hpcfsdp", "backend"] = "hpcfsdp"
     """Who adds up gradients over ranks: hpcfsdp, in at least float32; or the backend's own reduce-scatter and
     all-reduce, in the reduce dtype and with the divisions of torch's FSDP2."""

@@ -109,12 +109,21 @@ class Order:
         self._at = at.children[event]
 
     def upcoming(self, kind: str) -> str | None:
-        """Return the unit that will do `kind` next, if earlier iterations all went on in one way."""
-        children = self._at.children
-        if len(children) != 1:
-            return None
-        known, name = next(iter(children))
-        return name if known == kind else None
+        """Return the unit that will do `kind` next, if earlier iterations all went on in one way.
+
+        In a backward a unit may compute its forward once more, which does not count. Where another one does, it is that
+        one, whose parameters are needed first.
+        """
+        at = self._at
+        recomputes = at.parent is not None and at.parent.event == ("backward", at.event[1])
+        in_backward = kind == "backward" and (at.event[0] == "backward" or recomputes)
+        while len(at.children) == 1:
+            ((known, name), at) = next(iter(at.children.items()))
+            if known == kind or (in_backward and known == "forward" and name != self._at.event[1]):
+                return name
+            if not (in_backward and known == "forward"):
+                break
+        return None
 
     def path(self) -> list[str]:
         """Return what was done since the iteration began."""

@@ -438,7 +438,8 @@ class Unit:
             )
         self.context.streams.proceed()
         if self._account.arrive(leaf):
-            if grad.outstanding == 0:
+            # On a device the parameters are freed first, whose memory is more than that of what is not reduced yet.
+            if grad.outstanding == 0 and not self.context.streams.overlap:
                 self.context.reductions.advance()
             self.finish_when_complete()
 

@@ -88,6 +88,7 @@ class FlatParam(ShardedParams):
         self.on_assigned: Callable[[], None] | None = None
         self._shard = shard  # a user may assign other data to ``parameter``
         self._nothing: torch.Tensor | None = None
+        self._versions: list[int] = []  # of the leaves when it was last filled
         if self.shows_whole or self.use_orig_params:
             self._resting = list(self.shard_views(shard))
         else:
@@ -166,8 +167,11 @@ class FlatParam(ShardedParams):
         self.is_unsharded = False
         if self._stays_bound:
             return
-        if self._nothing is not None:  # a user may have written to it
-            self._nothing.fill_(torch.nan if self.is_differentiable else 0)
+        if self._nothing is not None:
+            versions = [leaf._version for leaf in self.leaves]
+            if versions != self._versions:  # a user may have written to it
+                self._versions = versions
+                self._nothing.fill_(torch.nan if self.is_differentiable else 0)
         self._bind(self._resting)
 
     def adopt_user_data(self) -> None:

@@ -248,8 +248,6 @@ class Replay:
         unit.waiting[place] += nbytes
         self._take("unit gradients", nbytes)
         unit.outstanding[place] -= 1
-        if not unit.outstanding[place]:
-            self._advance()
 
     def _finish(self) -> None:
         self._what = "end of the backward"

@@ -119,9 +119,8 @@ class GroupCache:
     def for_reductions(self, comm: Communicator, *, narrow: bool, options: CommOptions = _NO_OPTIONS) -> Communicator:
         """Return a communicator of the same ranks whose collectives do not wait for those of `comm`.
 
-        On an accelerator those of one communicator run in the order of their calls. How gathers and reductions follow
-        each other depends on the gradients of a rank, and may differ between ranks. Values of 16 bits or less, for
-        which it is `narrow`, go between nodes once for each node.
+        On an accelerator those of one communicator run in the order of their calls, which is the same on all ranks.
+        Values of 16 bits or less, for which it is `narrow`, go between nodes once for each node.
         """
         if not isinstance(comm, TorchGroupCommunicator) or not accelerator.is_accelerator(comm.device) or comm.size < 2:
             return comm.choosing(options)

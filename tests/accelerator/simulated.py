@@ -112,8 +112,8 @@ def log():
     """A context in which the device notes what the program does: entries of (kind, stream, key, label, count).
 
     The list that it returns is filled at the end. Kinds are "kernel", "record" and "wait" of an event with the name
-    `key`, "drain", "collective" of the group `key`, "message", "alloc" and "free" of `count` bytes. The stream of the
-    program is -1.
+    `key`, "drain", "collective" of the group `key`, "message", "alloc" and "free" of `count` bytes of the block `key`.
+    The stream of the program is -1.
     """
     found = []
     _device.log(True)

@@ -107,7 +107,7 @@ class TracedCommunicator(FakeCommunicator):
 
 
 @contextlib.contextmanager
-def tracing(world, *, one_communicator=False):
+def tracing(world):
     """Collective over all ranks. A context in which units over ``TracedCommunicator`` are traced: what it returns."""
     streams = TracedStreams()
     everyone = Group("the program", tuple(range(world.size)))
@@ -126,9 +126,8 @@ def tracing(world, *, one_communicator=False):
             patch.setattr(MpiCommunicator, name, traced(name))
         patch.setattr("hpcfsdp.engine.root.streams_for", lambda device: streams)
         patch.setattr(GroupCache, "host_of", lambda self, comm: world.host)
-        if not one_communicator:
-            reductions = lambda self, comm, narrow: comm.for_reductions() if comm.size > 1 else comm  # noqa: E731
-            patch.setattr(GroupCache, "for_reductions", reductions)
+        reductions = lambda self, comm, **_options: comm.for_reductions() if comm.size > 1 else comm  # noqa: E731
+        patch.setattr(GroupCache, "for_reductions", reductions)
         yield streams
 
 

@@ -51,7 +51,7 @@ class Allocator final : public c10::DeviceAllocator {
     }
     block->requested = nbytes;
     requested_ += nbytes;
-    journal.add("alloc", block->stream, "", "", static_cast<int64_t>(nbytes));
+    journal.add("alloc", block->stream, std::to_string(reinterpret_cast<uintptr_t>(block)), "", static_cast<int64_t>(nbytes));
     allocated_ += rounded;
     peak_ = std::max(peak_, allocated_);
     ++allocations;
@@ -132,7 +132,7 @@ class Allocator final : public c10::DeviceAllocator {
     in_use_.erase(block->memory);
     allocated_ -= block->nbytes;
     requested_ -= block->requested;
-    journal.add("free", block->stream, "", "", static_cast<int64_t>(block->requested));
+    journal.add("free", block->stream, std::to_string(reinterpret_cast<uintptr_t>(block)), "", static_cast<int64_t>(block->requested));
     for (int64_t stream : block->used_on) {
       block->pending.push_back(std::make_shared<EventState>());
       Scheduler::get().record(stream, block->pending.back(), false);

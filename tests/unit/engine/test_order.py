@@ -307,6 +307,23 @@ def test_what_comes_next_is_known_while_there_was_one_way_to_go():
     assert order.upcoming("backward") is None
 
 
+def test_what_comes_after_a_forward_that_is_computed_once_more():
+    """In a backward the next unit is known whether units compute again or not; if another one does, it comes first."""
+    events = [
+        *(("forward", name) for name in "abcd"),
+        *(("backward", "d"), ("forward", "d"), ("backward", "c"), ("forward", "a"), ("forward", "b")),
+        *(("backward", "b"), ("backward", "a"), ("forward", "a")),
+    ]
+    order, _ = alone(confirm=False)
+    go(order, *events)
+    order.begin()
+    found = []
+    for event in events:
+        order.note(event)
+        found.append(order.upcoming("backward"))
+    assert found == [None, None, None, "d", "c", "c", "a", None, "b", "a", None, None]
+
+
 def test_the_path_is_what_was_done_since_the_pass_began():
     order, _ = alone(confirm=False)
     assert order.path() == []
