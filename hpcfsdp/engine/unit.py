@@ -106,6 +106,7 @@ class Unit:
     def attach(self, context: Context, begin_backward: Callable[[], None] | None = None) -> None:
         """Join the units under a root, whose backwards `begin_backward` begins."""
         self.context, self._begin_model_backward = context, begin_backward
+        self.unsharded_params.name = self.name  # which it has since there is a root
         for index, grad in enumerate(self.grads):
             grad.name = f"{self.name}[{index}]" if index else self.name
             context.reductions.plan(grad, index)
