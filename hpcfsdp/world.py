@@ -253,13 +253,11 @@ def _settle(settings: _Settings, chosen: torch.device, node: MPI.Intracomm) -> t
     with together.raise_lowest(comm):
         device = devices.activate(chosen.type, numbers[node.rank])
         devices.share_node(places, numbers, node.rank, exclusive="ccl" in (settings.backend or "nccl"))
-    by_chance = settings.device is None and device.type == "cpu" and not env.hides_devices()
-    unseen = accelerator.unseen_driver() if by_chance else None
-    if together.minima(comm, [comm.size if unseen is None else comm.rank]) == [comm.rank]:  # one rank of the job warns
-        text = (
-            f"all ranks compute on the CPU: on {env.host_name()} {unseen}; hpcfsdp.init(device='cpu') if that is meant"
-        )
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+    if settings.device is None and device.type == "cpu":  # by chance; the same on all ranks
+        unseen = None if env.hides_devices() else accelerator.unseen_driver()
+        if together.minima(comm, [comm.size if unseen is None else comm.rank]) == [comm.rank]:  # one rank warns
+            text = f"all ranks compute on the CPU: on {env.host_name()} {unseen}; hpcfsdp.init(device='cpu') if that "
+            warnings.warn(f"{text}is meant", RuntimeWarning, stacklevel=4)
     return device, devices.local_rank(numbers, node.rank)
 
 

@@ -77,7 +77,7 @@ def test_more_ranks_than_gpus_are_refused_once_on_all_ranks(start):
     job = start("-c", SHARED_GPUS, ranks=3).wait()
     text = (
         r"LaunchError: rank 0 on \S+: 3 rank\(s\) on this node use 2 device\(s\): local ranks \[0, 2\] share one "
-        r"\(cuda:0, GPU-0\), .*at most one rank for each device.*--gpus-per-task=1"
+        r"\(number 0, GPU-0\), .*at most one rank for each device.*--gpus-per-task=1"
     )
     assert len(re.findall(text, job.stderr)) == 1, job.stderr
     assert job.code == 3

@@ -18,7 +18,8 @@ PICKLES = {
 """Modules that unpickle, and whose bytes they are."""
 FILES = {
     **dict.fromkeys(
-        ("accelerator", "bench.pss", "doctor.all_ranks", "doctor.installed", "doctor.speed"), "/proc, /sys"
+        ("accelerator", "bench.pss", "doctor.all_ranks", "doctor.installed", "doctor.speed", "launch.device"),
+        "/proc, /sys",
     ),
     **dict.fromkeys(
         ("checkpoint.format.disk", "hang.stacks", "launch.lock", "hang.departure", "observe.held_memory"), "/proc"
@@ -29,6 +30,7 @@ FILES = {
     **dict.fromkeys(("checkpoint.convert.peft", "checkpoint.convert.torch_source"), "sources of the page"),
     "checkpoint.retention": "regular files of a folder of checkpoints",
     "cli.main": "/dev/null",
+    "launch.job": "/proc, and mpi4py's own module",
     "comm.mpi.node_memory": "shared memory of the page",
     "report.page": "of the package",
     "text.safe_files": "what this page is about",
