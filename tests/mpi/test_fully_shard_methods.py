@@ -716,12 +716,6 @@ def test_lists_with_modules_inside_of_others(world, row_meshes):
         (lambda: ours.fully_shard(nn.Linear(2, 2)).set_reduce_scatter_max_input_buffers(True), TypeError, "bool"),
         (lambda: ours.fully_shard(nn.Linear(2, 2)).set_symm_mem_for_comm("CUDA"), ValueError, "not 'CUDA'"),
         (lambda: ours.fully_shard(nn.Linear(2, 2), comm_options={"max_ctas": 4}), TypeError, "CommOptions or None"),
-        (lambda: ours.fully_shard(nn.Linear(2, 2), comm_options=CommOptions(max_ctas=4)), ValueError, "max_ctas=4: le"),
-        (
-            lambda: hpcfsdp.FullyShardedDataParallel(nn.Linear(2, 2), comm_options=CommOptions(sums_by="backend")),
-            ValueError,
-            "does not have sums_by='backend'",
-        ),
         (lambda: ours.fully_shard(nn.Linear(2, 2))._get_fsdp_state(), EngineError, "its own fully_shard"),
         (lambda: reduce_as_a_stage(ours.fully_shard(nn.Linear(2, 2))), EngineError, "its own fully_shard"),
         (lambda: hpcfsdp.FullyShardedDataParallel(ours.fully_shard(nn.Linear(2, 2))), ValueError, "fully_shard"),
@@ -852,6 +846,19 @@ def test_ranks_with_different_models(world):
 
 
 @pytest.mark.ranks(1)
+def test_options_that_a_backend_lacks(world):
+    """One rank alone sends nothing, and needs none."""
+    for call, text in (
+        (lambda: ours.fully_shard(nn.Linear(2, 2), comm_options=CommOptions(max_ctas=4)), "max_ctas=4: le"),
+        (
+            lambda: hpcfsdp.FullyShardedDataParallel(nn.Linear(2, 2), comm_options=CommOptions(sums_by="backend")),
+            "does not have sums_by='backend'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
 def test_every_method_of_torch_s_class_is_there(world):
     """A method of torch that is not would read the state of torch's own engine."""
     public = {name for name in vars(stock.FSDPModule) if not name.startswith("_")}
@@ -860,8 +867,11 @@ def test_every_method_of_torch_s_class_is_there(world):
     for name in public:
         theirs, own = (inspect.signature(getattr(kind, name)) for kind in (stock.FSDPModule, ours.FSDPModule))
         assert list(theirs.parameters) == list(own.parameters), name
-    theirs, own = inspect.signature(stock.fully_shard), inspect.signature(ours.fully_shard)
-    assert [(p.name, p.kind) for p in theirs.parameters.values()] == [(p.name, p.kind) for p in own.parameters.values()]
+    theirs, own = (
+        [(param.name, param.kind) for param in inspect.signature(front.fully_shard).parameters.values()]
+        for front in (stock, ours)
+    )
+    assert own == [*theirs, ("comm_options", inspect.Parameter.KEYWORD_ONLY)]
     for name in ("register_fsdp_forward_method", "share_comm_ctx"):
         theirs, own = (inspect.signature(getattr(module, name)) for module in (stock, ours))
         assert list(theirs.parameters) == list(own.parameters)
