@@ -845,7 +845,6 @@ def test_ranks_with_different_models(world):
         ours.fully_shard(nn.Linear(4, 4 + world.rank))
 
 
-@pytest.mark.ranks(1)
 def test_options_that_a_backend_lacks(world):
     """One rank alone sends nothing, and needs none."""
     for call, text in (
@@ -859,6 +858,7 @@ def test_options_that_a_backend_lacks(world):
             call()
 
 
+@pytest.mark.ranks(1)
 def test_every_method_of_torch_s_class_is_there(world):
     """A method of torch that is not would read the state of torch's own engine."""
     public = {name for name in vars(stock.FSDPModule) if not name.startswith("_")}
