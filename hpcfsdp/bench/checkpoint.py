@@ -1,6 +1,7 @@
 """Saving and loading a sharded model, by the engine and by its peers, on one disk and in one run.
 
-The model is many parameters of one size and nothing else. Peers hold the same values, sharded by FSDP2 over gloo.
+The model is many parameters of one size and nothing else. Peers hold the same values, sharded by FSDP2 over gloo, on
+accelerators over their own backend.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from hpcfsdp import checkpoint
+from hpcfsdp import accelerator, checkpoint
 from hpcfsdp._compat import local_of
 from hpcfsdp.bench.harness import Ratio, Table, Times, ratio_cell, time_cells, timed, times_json
 from hpcfsdp.bench.step import OWN
@@ -57,13 +58,14 @@ def measure(world: World, *, nbytes: int, tensors: int, folder: str | os.PathLik
     """Save and load in every way in turn, and compare loaded values with saved ones. Collective over all ranks.
 
     All parameters, float32, have about `nbytes`. Files are made in a new folder in `folder`, by default the current
-    one, on the disk that is measured and that all ranks share, and removed again.
+    one, on the disk that is measured and that all ranks share, and removed again. If the world has accelerators, the
+    models lie there, and hpcfsdp is compared with DCP and with one copy to pinned memory alone.
     """
-    shape = shape_of(nbytes, tensors)
+    shape, device = shape_of(nbytes, tensors), world.device
     with scratch(world.host, folder, _FILES_AT_ONCE * tensors * math.prod(shape) * 4) as place:
-        gloo = dist.new_group(backend="gloo")
-        own, peer = (make_model(engine, group, tensors, shape) for engine, group in ((OWN, None), (FSDP2, gloo)))
-        times = _Savings(world.host, place, own, peer, gloo).run(repeats)
+        group = dist.group.WORLD if accelerator.is_accelerator(device) else dist.new_group(backend="gloo")
+        own, peer = (make_model(*engine, tensors, shape, device) for engine in ((OWN, None), (FSDP2, group)))
+        times = _Savings(world.host, place, own, peer, group, device).run(repeats)
     return table(tensors * math.prod(shape) * 4, tensors, times)
 
 
@@ -108,18 +110,18 @@ def shape_of(nbytes: int, tensors: int) -> tuple[int, int]:
     return numel // columns, columns
 
 
-def make_model(engine: str, group: Any, tensors: int, shape: tuple[int, int]) -> nn.Module:
+def make_model(engine: str, group: Any, tensors: int, shape: tuple[int, int], device: torch.device) -> nn.Module:
     """Return a model of that many parameters, with values that all differ, in units of a few. Collective over `group`.
 
     `engine` is "fsdp2" or "hpcfsdp".
     """
     generator = torch.Generator().manual_seed(0)
-    mesh = DeviceMesh.from_group(group, "cpu") if engine == FSDP2 else None
+    mesh = DeviceMesh.from_group(group, device.type) if engine == FSDP2 else None
     units: list[nn.Module] = []
     for first in range(0, tensors, UNIT_TENSORS):  # one by one: the whole model need not fit into one process
         unit = nn.Module()
         for index in range(min(UNIT_TENSORS, tensors - first)):
-            unit.register_parameter(f"p{index}", nn.Parameter(torch.randn(shape, generator=generator)))
+            unit.register_parameter(f"p{index}", nn.Parameter(torch.randn(shape, generator=generator).to(device)))
         units.append(FullyShardedDataParallel(unit, group) if mesh is None else fully_shard(unit, mesh=mesh))
     return nn.ModuleList(units)
 
@@ -148,11 +150,15 @@ def scratch(comm: Communicator, folder: str | os.PathLike[str] | None, nbytes: i
 class _Savings:
     """The ways to save and load a model. All methods are collective over all ranks."""
 
-    def __init__(self, comm: Communicator, folder: Path, own: nn.Module, peer: nn.Module, group: Any) -> None:
+    def __init__(
+        self, comm: Communicator, folder: Path, own: nn.Module, peer: nn.Module, group: Any, device: torch.device
+    ) -> None:
         self._comm, self._folder, self._own, self._peer, self._group = comm, folder, own, peer, group
+        self._device = device if accelerator.is_accelerator(device) else None
         self._mine = [param.detach().view(-1) for param in own.parameters()]  # this rank's shards
         self._theirs = {name: value.to_local() for name, value in peer.state_dict().items()}
-        self._spare = [torch.empty_like(shard) for shard in self._mine]
+        host = {"device": "cpu", "pin_memory": self._device is not None}
+        self._spare = [torch.empty_like(shard, **host) for shard in self._mine]
         self._saved = {id(model): _digest(model) for model in (own, peer)}
         self._columns = {name: _columns_like(value) for name, value in peer.state_dict().items()}
         self._manager = CheckpointManager(folder / "managed", keep_last=1, asynchronous=True)
@@ -193,6 +199,12 @@ class _Savings:
             # Last: the files of loads make way.
             COLUMNS: (self._remove, columns),
         }
+        if self._device is not None:
+            timed_there = {SAVE: save, LOAD: load, HELD: later}
+            tasks = {
+                task: (tasks[task][0], {name: way for name, way in ways.items() if name in (OWN, DCP, COPY)})
+                for task, ways in timed_there.items()
+            }
         found: dict[str, dict[str, list[float]]] = {task: {name: [] for name in tasks[task][1]} for task in tasks}
         for count in range(_WARMUP + repeats):
             for task, (prepare, ways) in tasks.items():
@@ -203,7 +215,7 @@ class _Savings:
                         param.detach().zero_()
                     prepare(name)
                     gc.collect()
-                    seconds, _ = timed(self._comm, way)
+                    seconds, _ = timed(self._comm, way, finish=self._finish)
                     with raise_together(self._comm) if checks else contextlib.nullcontext():
                         if checks and _digest(model) != self._saved[id(model)]:
                             raise HpcfsdpError(f"{name} has loaded values that differ from the saved ones")
@@ -299,7 +311,11 @@ class _Savings:
 
     def _copy(self) -> None:
         for shard, spare in zip(self._mine, self._spare, strict=True):
-            spare.copy_(shard)
+            spare.copy_(shard, non_blocking=True)
+
+    def _finish(self) -> None:
+        if self._device is not None:
+            accelerator.synchronize(self._device)
 
 
 def _columns_like(value: DTensor) -> DTensor:
@@ -318,5 +334,5 @@ def _force_to_disk(path: Path) -> None:
 
 def _digest(model: nn.Module) -> list[int]:
     """Return checksums of this rank's part of each parameter."""
-    values = [local_of(param.detach()) for param in model.parameters()]
+    values = [local_of(param.detach()).cpu() for param in model.parameters()]
     return [schema.checksum(np.ascontiguousarray(value.numpy())) for value in values]

@@ -70,6 +70,7 @@ parser = Parser(
     "mpirun -n 2 hpcfsdp bench step --layers 2 --width 128  # a step of each engine",
     "hpcfsdp bench host --units 8                           # one process, without mpirun",
     "mpirun -n 4 hpcfsdp bench checkpoint --folder /scratch --bytes 4GiB",
+    "hpcfsdp bench gpu --report runs/gpu                     # the first hour on a GPU: tests, steps, memory, saves",
     "hpcfsdp bench all --out new.json --compare old.json     # everything, next to an earlier run",
 )
 add = parser.add_argument
@@ -87,17 +88,21 @@ for flag, text in (
     ("--imagined-ranks", "gpu, in one process: ranks of which it is the first; default: 8"),
     ("--tensors", "checkpoint: number of parameters; default: 300"),
     ("--units", "host: of the model; default: 32"),
-    ("--ranks", "all: ranks that mpirun starts; default: 2"),
+    ("--ranks", "all: ranks that mpirun starts; default: 2; gpu --report: devices, default: all of this node"),
 ):
     add(flag, type=_heads_wide if flag == "--width" else positive, metavar="N", help=text)
 add("--folder", metavar="DIR", help="checkpoint: on the disk to measure; default: the current one")
 add("--bytes", type=size_in_bytes, dest="nbytes", metavar="SIZE", help="checkpoint: of all; default: 1GiB")
+add("--on-devices", action="store_true", help="checkpoint: models lie on accelerators, one for each rank")
+_REPORT = "gpu: tests, steps, saves on devices, each part in processes of its own; again: what is missing or failed"
+add("--report", type=Path, metavar="DIR", help=_REPORT)
+add("--parts", nargs="+", metavar="NAME", help="gpu --report: these parts, again; the page keeps the others")
 add("--world-sizes", type=positive, nargs="+", metavar="N", help="scale: default 16 64 256 1024 4096 16384")
-add("--mpirun", metavar="COMMAND", help="all: starts ranks, with its options; default: mpirun")
+add("--mpirun", metavar="COMMAND", help="all, --report: starts ranks, with its options; default: mpirun")
 add("--out", type=Path, metavar="FILE", help="all: keep every figure, as JSON")
-add("--compare", type=Path, metavar="FILE", help="all: next to an earlier run, of --out")
+add("--compare", type=Path, metavar="FILE", help="all, gpu --report: next to an earlier run, of --out or report.json")
 add("--figure", type=Path, metavar="FILE", help="all, scale: draw the result (svg, png, pdf)")
-add("--small", action="store_true", help="all: two tiny benchmarks, to try the command itself")
+add("--small", action="store_true", help="all, --report: tiny, to try the command itself")
 add("--fused", action="store_true", help="step: AdamW steps all parameters in one call")
 add("--dtype", choices=("bf16", "fp32"), help="gpu: of computation; default: bf16")
 _SIZE = number_in(1e-5, 1e6, "a size in MiB")
@@ -126,16 +131,19 @@ def _main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     what, launched = options.what, env.launcher_size()
     processes = 1 if launched is None else launched[1]
-    one_process = what if what in _ALONE else "--imagined-ranks" if options.imagined_ranks else None
+    single = {what: what in _ALONE, "--imagined-ranks": options.imagined_ranks, "--report": options.report}
+    one_process = next((name for name, given in single.items() if given), None)
+    if options.report and what != "gpu":
+        raise UsageError(f"bench: --report is for gpu, not for {what}")
     if one_process and processes > 1:
         raise UsageError(f"bench: {one_process} measures one process, and the launcher started {processes}")
     alone = what in _ALONE or (what == "gpu" and processes == 1)
     if alone and options.split_nodes:
         raise UsageError("bench: --split-nodes divides the ranks of a node, and this measures one process")
-    if what == "all":
-        from hpcfsdp.cli.bench_all import run_all  # loads torch
+    if what == "all" or options.report:
+        from hpcfsdp.cli import bench_all, bench_gpu  # load torch
 
-        return run_all(options)
+        return bench_all.run_all(options) if what == "all" else bench_gpu.run_report(options)
     if not alone:
         load_mpi()
     import torch  # which has to come after MPI
@@ -148,10 +156,14 @@ def _main(arguments: Sequence[str]) -> int:
         torch.set_num_threads(1)
         found = measure(**given)
     else:
-        from hpcfsdp import world as worlds  # as torch
+        from hpcfsdp import accelerator, world as worlds  # as torch
         from hpcfsdp.bench.step import quiet
 
-        world = worlds.init(None if what == "gpu" else "cpu", split_nodes=options.split_nodes or 1)
+        if options.on_devices and accelerator.device_type() is None:
+            raise UsageError("bench: --on-devices, and this process sees no accelerator (hpcfsdp doctor says why)")
+        world = worlds.init(
+            None if what == "gpu" or options.on_devices else "cpu", split_nodes=options.split_nodes or 1
+        )
         torch.set_num_threads(1)
         with quiet():
             found = measure(world, **given)

@@ -100,23 +100,34 @@ def run_all(options: argparse.Namespace) -> int:
     if options.out is not None:
         save(options.out, found)
     if options.json:
-        compared = None if before is None else []
-        for one in () if before is None else changes(before, found):
-            sides = {side: ratio and ratio._asdict() for side, ratio in (("before", one.before), ("now", one.now))}
-            compared.append({**one._asdict(), **sides, "verdict": one.verdict})
-        print_json({**found, "changes": compared, "differs_in": before and differences(before, found)})
+        print_json(with_changes(found, before))
     else:
-        for line in _lines(found, before):
+        for line in lines(found, before):
             print(line)
     if options.figure is not None and (drawn := list(ratios(found))):
         draw_ratios(drawn, Path(options.figure), about(found))
+    return exit_code(found)
+
+
+def exit_code(found: Mapping[str, Any]) -> int:
+    """Return 1 if a part has failed, with a note for each that has; 0 otherwise."""
     failed = failures(found)
     for title, message in failed.items():
-        print_note(f"bench: {title} has failed: {message.splitlines()[-1] if message else 'without a message'}")
+        said = [line for line in message.splitlines() if any(map(str.isalnum, line))]  # a launcher ends with a rule
+        print_note(f"bench: {title} has failed: {said[-1] if said else 'without a message'}")
     return 1 if failed else 0
 
 
-def _lines(found: Mapping[str, Any], before: Mapping[str, Any] | None) -> Iterator[str]:
+def with_changes(found: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a run as JSON, with its changes against an earlier one."""
+    compared = None if before is None else []
+    for one in () if before is None else changes(before, found):
+        sides = {side: ratio and ratio._asdict() for side, ratio in (("before", one.before), ("now", one.now))}
+        compared.append({**one._asdict(), **sides, "verdict": one.verdict})
+    return {**found, "changes": compared, "differs_in": before and differences(before, found)}
+
+
+def lines(found: Mapping[str, Any], before: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield the summary, the comparison, and the table of each part."""
     wanted = {"lower": "< 1", "higher": "> 1"}
     rows = [(title, one.name, f"{one.value:.2f}", _range(one), wanted[one.better]) for title, one in ratios(found)]
@@ -132,7 +143,8 @@ def _lines(found: Mapping[str, Any], before: Mapping[str, Any] | None) -> Iterat
         yield from markdown(("benchmark", "ratio", "before", "now", "verdict"), rows)
     for title, part in found["parts"].items():
         yield from ("", f"## {title}", "", f"`{' '.join(part['command'])}`", "")
-        yield from part["text"].splitlines() if "text" in part else [f"failed: {part['error']['message']}"]
+        yield from part["text"].splitlines() if "text" in part else ()
+        yield from ("", "failed:", "", "```text", part["error"]["message"], "```") if "error" in part else ()
 
 
 def _range(ratio: Ratio) -> str:
@@ -147,7 +159,19 @@ def run(
     `announce` gets the command line of a part before it starts. Return the machine, its software, and all output as
     JSON, by title. A part that fails has an "error".
     """
-    found: dict[str, Any] = {
+    found = new_run(ranks)
+    for part in parts:
+        command = ["hpcfsdp", "bench", *part.arguments, *extra]
+        starts = [*shlex.split(mpirun), "-n", str(ranks * part.scale)] if part.scale else []
+        started = [*starts, sys.executable, "-m", *command, "--json"]
+        announce(shlex.join(started))
+        found["parts"][part.title] = {"command": command, **result_of(started)}
+    return found
+
+
+def new_run(ranks: int) -> dict[str, Any]:
+    """Return a run on this machine that has no parts yet."""
+    return {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "ranks": ranks,
@@ -155,16 +179,10 @@ def run(
         "versions": software(),
         "parts": {},
     }
-    for part in parts:
-        command = ["hpcfsdp", "bench", *part.arguments, *extra]
-        starts = [*shlex.split(mpirun), "-n", str(ranks * part.scale)] if part.scale else []
-        started = [*starts, sys.executable, "-m", *command, "--json"]
-        announce(shlex.join(started))
-        found["parts"][part.title] = {"command": command, **_run(started)}
-    return found
 
 
-def _run(command: Sequence[str]) -> dict[str, Any]:
+def result_of(command: Sequence[str]) -> dict[str, Any]:
+    """Run a benchmark and return the JSON that it prints, with an "error" if it fails."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     except OSError as error:

@@ -30,7 +30,8 @@ scratch = None
 def _build():
     """The compiled module. Several processes may ask for it: one compiles, the others wait."""
     sources = sorted(Path(__file__).with_name("device").iterdir())
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    parts = (torch.__file__.encode(), *(source.read_bytes() for source in sources))
+    digest = hashlib.sha256(b"".join(parts)).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "hpcfsdp-tests")
     folder = cache / f"sim-{torch.__version__}-{digest}"
     folder.mkdir(parents=True, exist_ok=True)

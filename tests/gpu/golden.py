@@ -1,12 +1,14 @@
 """What the engine does on a device in one step, line by line: the same on every device, as far as it is right.
 
 One process computes as one of several imagined ranks, so that a single device shows it. The files of golden/ come from
-the simulated device, ``python -m tests.gpu.golden`` writes them: the first trace of a real one is compared with them.
+the simulated device. ``python -m tests.gpu.golden`` compares those of this machine's device with them, and prints what
+is other; with ``--write`` it writes them, which takes the simulated device.
 """
 
 import contextlib
 import difflib
 import os
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -131,14 +133,21 @@ def difference(case, lines):
     return "\n".join(difflib.unified_diff(known, lines, f"golden/{case}.txt", "this device", lineterm=""))
 
 
-def main():
-    from tests.accelerator import simulated
-
-    assert accelerator.device_type() == simulated.NAME
+def main(arguments):
+    writes = arguments == ["--write"]
+    if writes or os.environ.get("HPCFSDP_SIMULATED"):
+        import tests.accelerator.simulated  # noqa: F401
+    device, others = accelerator.current_device(), 0
     for case in CASES:
-        path_of(case).write_text("\n".join(trace(case, accelerator.current_device())) + "\n")
+        lines = trace(case, device)
+        if writes:
+            path_of(case).write_text("\n".join(lines) + "\n")
+            continue
+        found = difference(case, lines)
+        others += bool(found)
+        print(f"{case}: {found or f'{len(lines)} lines, none other'}")
+    return min(others, 1)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("HPCFSDP_SIMULATED", "1")
-    main()
+    sys.exit(main(sys.argv[1:]))

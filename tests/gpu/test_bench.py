@@ -1,7 +1,6 @@
-"""``hpcfsdp bench gpu``: on the devices of all ranks, and in one process. No test depends on a time."""
+"""``hpcfsdp bench gpu`` on the devices of all ranks; no test depends on a time. test_report.py: in one process."""
 
 import contextlib
-import json
 
 import pytest
 import torch
@@ -10,11 +9,9 @@ import torch.distributed as dist
 from hpcfsdp.bench import gpu
 from hpcfsdp.bench.step import training_step
 from tests.gpu.conftest import simulated
-from tests.gpu.processes import run_alone
 
 SHAPE = {"layers": 3, "width": 64, "context": 32, "batch": 2}
 DTYPE = "bf16"
-MAIN = "from hpcfsdp.cli.main import run; run()"
 
 
 @pytest.fixture(autouse=True)
@@ -59,19 +56,3 @@ def test_a_step_launches_no_more_than_one_of_torch_and_waits_for_nothing(world):
     assert counted["hpcfsdp"][0] <= counted["fsdp2"][0]
     assert counted["hpcfsdp_rows"][0] <= counted["fsdp2"][0]
     assert counted["hpcfsdp"][1] == counted["hpcfsdp_rows"][1] == {}
-
-
-@pytest.mark.ranks(1)
-def test_one_process_stands_for_a_rank_of_several(alone):
-    shape = [text for name, value in SHAPE.items() for text in (f"--{name}", str(value))]
-    first = "" if simulated is None else "import tests.accelerator.simulated; "
-    command = ("bench", "gpu", *shape, "--dtype", DTYPE, "--repeats", "1", "--imagined-ranks", "4", "--json")
-    done = run_alone("-c", first + MAIN, *command)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["ranks"] == 4
-    measured = report["measured"]
-    assert "as rank 0 of 4" in measured["about"]
-    assert {"floor", "fsdp2", "hpcfsdp"} <= set(measured["engines"])
-    assert all(one["peak_bytes"] > 0 and len(one["seconds"]) == 1 for one in measured["engines"].values())
-    assert measured["engines"]["hpcfsdp"]["peak_bytes"] <= measured["engines"]["fsdp2"]["peak_bytes"]

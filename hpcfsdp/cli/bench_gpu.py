@@ -1,0 +1,216 @@
+"""``hpcfsdp bench gpu --report DIR``: the first hour on a machine with accelerators, as one JSON file and one page.
+
+Each part runs in processes of its own and ends within its limit; one that fails is a row of the page. A second call
+runs what is missing or has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+import hpcfsdp
+from hpcfsdp import accelerator
+from hpcfsdp.bench.harness import markdown
+from hpcfsdp.cli import bench_all
+from hpcfsdp.cli.printing import print_json, print_note
+from hpcfsdp.errors import HpcfsdpError, UsageError
+
+HPCFSDP = (sys.executable, "-m", "hpcfsdp")
+"""How a part starts the command; tests put one in its place that simulates the device."""
+SOURCE = Path(hpcfsdp.__file__).resolve().parents[1]
+"""The source tree, where the package is not installed apart from it."""
+_SIZES = ((64, ()), (16, ("--layers", "12", "--width", "1024")), (0, ("--layers", "4", "--width", "512")))
+"""GiB of a device, and the model whose steps fit there next to those of the peers."""
+_SMALL = ("--layers", "1", "--width", "16", "--context", "16", "--batch", "1", "--repeats", "1", "--dtype", "fp32")
+_SMALL_TESTS = ("-k", "collectives")
+_PAGE_LINES = 60
+"""Most lines of a part that does not print a table; all of them are in a file beside the page."""
+_GRACE_S = 10
+
+
+class Part(NamedTuple):
+    """One part of the report.
+
+    Attributes:
+        name: for ``--parts``, and of its files.
+        command: what runs, without the launcher.
+        ranks: that the launcher starts; 0 for one process without it.
+        limit_s: after which it is ended, and has failed.
+        needs_source: whether it runs tests, which are not installed with the package.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    ranks: int
+    limit_s: int
+    needs_source: bool = False
+
+
+def parts(devices: int, device_nbytes: int, folder: Path, *, small: bool = False) -> list[Part]:
+    """Return the parts for so many devices, one of which has so many bytes. The file of saves goes into `folder`.
+
+    With one device they take 10 minutes at most.
+    """
+    bench = (*HPCFSDP, "bench")
+    size = next(size for gib, size in _SIZES if device_nbytes >= gib << 30)
+    size = _SMALL if small else ("--repeats", "5", *size)
+    options = ("-q", "-rf", "--tb=short", "--color=no", "-p", "no:cacheprovider", *(_SMALL_TESTS if small else ()))
+    tests = (sys.executable, "-m", "pytest", str(SOURCE / "tests" / "gpu"), "--with-mpi", *options)
+    bytes_saved = ("40KB", "--tensors", "10") if small else ("2GiB", "--tensors", "300")
+    saves = ("--repeats", "2", "--folder", str(folder), "--bytes", *bytes_saved, "--json")
+    return [
+        Part("doctor", (*HPCFSDP, "doctor"), 0, 60),
+        Part("golden", (sys.executable, "-m", "tests.gpu.golden"), 0, 60, needs_source=True),
+        *(
+            Part(f"tests-{ranks}", tests, ranks, 150, needs_source=True)
+            for ranks in (1, 2, 4)
+            if ranks <= max(2, devices)
+        ),
+        Part("step-imagined", (*bench, "gpu", *size, "--json"), 0, 110),
+        *(Part(f"step-{ranks}", (*bench, "gpu", *size, "--json"), ranks, 150) for ranks in _worlds(devices)),
+        Part("checkpoint", (*bench, "checkpoint", "--on-devices", *saves), devices, 70),
+    ]
+
+
+def _worlds(devices: int) -> list[int]:
+    """2, 4, 8 and so on, and all devices."""
+    return sorted({1 << power for power in range(1, devices.bit_length()) if 1 << power <= devices} | {devices} - {1})
+
+
+def run_report(options: argparse.Namespace) -> int:
+    """Run the parts that are missing, have failed, or are asked for; the exit code is 1 if one has failed."""
+    if accelerator.device_type() is None:
+        raise UsageError("bench: gpu measures on an accelerator, and this process sees none (hpcfsdp doctor says why)")
+    folder = Path(options.report)
+    devices = options.ranks or accelerator.device_count()
+    nbytes = accelerator.describe(accelerator.current_device()).nbytes
+    planned = parts(devices, nbytes, folder, small=options.small)
+    if unknown := set(options.parts or ()) - {part.name for part in planned}:
+        names = ", ".join(part.name for part in planned)
+        raise UsageError(f"bench: --parts {min(unknown)}: the parts on this machine are {names}")
+    before = None if options.compare is None else bench_all.load(options.compare)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"bench: --report {folder}: no folder can be made there: {error.strerror}") from None
+    found = _begun(folder / "report.json", devices)
+    mpirun = shlex.split(options.mpirun or "mpirun")
+    for part in planned:
+        kept = found["parts"].get(part.name)
+        if part.name not in options.parts if options.parts else _is_done(kept, part):
+            continue
+        if part.needs_source and not (SOURCE / "tests" / "gpu").is_dir():
+            found["parts"][part.name] = {"command": [], "skipped": "tests are in the source tree, not in the package"}
+            continue
+        started = [*mpirun, "-n", str(part.ranks), *part.command] if part.ranks else list(part.command)
+        print_note(f"bench: {part.name}: {shlex.join(started)}")
+        done = _run(started, folder / part.name, part.limit_s)
+        found["parts"][part.name] = {"command": list(part.command), **done}
+        found["parts"] = {one.name: found["parts"][one.name] for one in planned if one.name in found["parts"]}
+        _write(folder, found, before)
+    _write(folder, found, before)
+    if options.json:
+        print_json(bench_all.with_changes(found, before))
+    else:
+        print(folder / "report.md")
+    return bench_all.exit_code(found)
+
+
+def _begun(path: Path, devices: int) -> dict[str, Any]:
+    """Return the run that the folder has, or a new one. Raise a UsageError if it is of another machine."""
+    found = bench_all.new_run(devices)
+    if not path.exists():
+        return found
+    kept = bench_all.load(path)
+    if others := bench_all.differences(kept, found):
+        raise UsageError(f"bench: {path} is of a run with other {', '.join(others)}: give --report another folder")
+    return {**found, "parts": kept["parts"]}
+
+
+def _is_done(kept: Mapping[str, Any] | None, part: Part) -> bool:
+    return kept is not None and "seconds" in kept and "error" not in kept and kept["command"] == list(part.command)
+
+
+def _run(command: Sequence[str], path: Path, limit_s: int) -> dict[str, Any]:
+    """Run a part, with its output in files that begin with `path`; return what it says, with an "error" if it fails."""
+    paths = [os.fspath(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    files = out, notes = path.with_suffix(".out"), path.with_suffix(".err")
+    began_s = time.monotonic()
+    with out.open("w") as stdout, notes.open("w") as stderr:
+        try:
+            process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environ)
+        except OSError as error:
+            raise UsageError(f"bench: cannot start {command[0]!r}: {error.strerror}; give --mpirun a command") from None
+        try:
+            code = process.wait(limit_s)
+        except psutil.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "seconds": round(time.monotonic() - began_s, 1),
+    }
+    text, said = (file.read_text(errors="replace") for file in files)
+    try:
+        found |= dict(json.loads(text))
+    except (ValueError, TypeError):
+        found["text"] = "\n".join(("```text", *text.splitlines()[-_PAGE_LINES:], "```"))
+    if code:
+        last = (said.splitlines() or text.splitlines())[-20:]
+        found.setdefault("error", {"message": "\n".join((f"exit code {code}", *last))})
+    elif code is None:
+        found["error"] = {"message": f"it did not end within {limit_s} s; its output is in {out.name} and {notes.name}"}
+    return found
+
+
+def _end(process: psutil.Popen) -> None:
+    """End a process that still runs, and what it has started: a launcher ends its ranks itself, if it gets the time."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = [process, *process.children(recursive=True)]
+        if process.is_running() and process.poll() is None:
+            process.terminate()
+        for left in psutil.wait_procs(started, _GRACE_S)[1]:
+            left.kill()
+        process.wait()
+
+
+def _write(folder: Path, found: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:
+    """Write the report as JSON, as a page, and as a figure of the ratios where matplotlib is installed."""
+    bench_all.save(folder / "report.json", found)
+    pictures = []
+    if drawn := list(bench_all.ratios(found)):
+        try:
+            bench_all.draw_ratios(drawn, folder / "report.svg", bench_all.about(found))
+            pictures = ["![ratios](report.svg)", ""]
+        except HpcfsdpError as error:  # no matplotlib
+            pictures = [str(error), ""]
+    page = [*_heading(found), *pictures, *bench_all.lines(found, before)]
+    (folder / "report.md").write_text("\n".join(page) + "\n")
+
+
+def _heading(found: Mapping[str, Any]) -> Iterator[str]:
+    rows = []
+    for name, part in found["parts"].items():
+        state, seconds = "passed", f"{part.get('seconds', 0):.0f}"
+        if "skipped" in part:
+            state, seconds = f"left out: {part['skipped']}", ""
+        elif "error" in part:
+            state = "**failed**"
+        rows.append((name, state, seconds))
+    yield from ("# Report of a machine with accelerators", "")
+    yield from (*markdown(("part", "result", "s"), rows), "")
