@@ -23,8 +23,6 @@ PROGRAMS_STAMP := .venv-programs/.hpcfsdp-installed
 RANKS := 1 2 3 4
 # Of the tests on accelerators: ranks beyond the devices share one.
 GPU_RANKS := 1 2 4
-# Accelerators of this machine, for bench-gpu.
-GPUS = $(shell $(PY) -c 'import torch; print(torch.accelerator.device_count())')
 # Of the tests with MPICH; make test-mpich SELECT='-m "transport and not slow"': those that depend on the MPI library.
 SELECT :=
 # Processes among which the tests that need no mpirun are divided: jobs that they start sleep at times.
@@ -37,7 +35,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-unit test-mpi test-mpi-8 test-mpich test-mpio test-slurm test-programs test-report test-packages test-accelerator test-gpu bench bench-gpu docs lint clean
+.PHONY: help train test test-slow test-unit test-mpi test-mpi-8 test-mpich test-mpio test-slurm test-programs test-report test-packages test-accelerator test-gpu bench gpu-report docs lint clean
 
 help:
 	@echo 'make train      train a byte-level GPT with mpirun -n $(N); again: resume and go on'
@@ -55,7 +53,7 @@ help:
 	@echo 'make test-slow  tests that take minutes: faults at every step, damage to every bit, 8 ranks, 20 preemptions'
 	@echo 'make test-gpu   tests that need a GPU, or several: under $(GPU_RANKS) ranks'
 	@echo 'make bench      all benchmarks with their peers, a summary first: ARGS="--out new.json --compare old.json"'
-	@echo 'make bench-gpu  a table of steps on the GPUs of this machine, next to stock torch: ARGS="--layers 32 --batch 4"'
+	@echo 'make gpu-report the first hour on a machine with GPUs, in runs/gpu: tests, steps next to stock torch, memory, saves'
 	@echo 'make test-packages  the wheel in a clean environment, and recipes for conda and Spack'
 	@echo 'make docs       the documentation site, in docs/_build; warnings are errors'
 	@echo 'make lint       ruff, codespell, mypy, and shellcheck where it is installed'
@@ -196,10 +194,9 @@ bench: export OMP_NUM_THREADS := 1
 bench: $(STAMP)
 	@$(PY) -m hpcfsdp bench all --mpirun "$(MPIRUN)" $(ARGS)
 
-bench-gpu: export OMP_NUM_THREADS := 1
-bench-gpu: $(STAMP)
-	@$(PY) -m hpcfsdp bench gpu $(ARGS)
-	@if test $(GPUS) -gt 1; then echo; $(MPIRUN) -n $(GPUS) $(PY) -m hpcfsdp bench gpu $(ARGS); fi
+gpu-report: export OMP_NUM_THREADS := 1
+gpu-report: $(STAMP) .venv/.plot-installed
+	@$(PY) -m hpcfsdp bench gpu --report runs/gpu --mpirun "$(MPIRUN)" $(ARGS)
 
 # What a user's environment does not need is installed where it is asked for.
 .venv/.%-installed: $(STAMP)

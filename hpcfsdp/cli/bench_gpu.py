@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 
 import hpcfsdp
-from hpcfsdp import accelerator
+from hpcfsdp import accelerator, env
 from hpcfsdp.bench.harness import markdown
 from hpcfsdp.cli import bench_all
 from hpcfsdp.cli.printing import print_json, print_note
@@ -146,13 +145,17 @@ def _is_done(kept: Mapping[str, Any] | None, part: Part) -> bool:
 
 def _run(command: Sequence[str], path: Path, limit_s: int) -> dict[str, Any]:
     """Run a part, with its output in files that begin with `path`; return what it says, with an "error" if it fails."""
-    paths = [os.fspath(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     files = out, notes = path.with_suffix(".out"), path.with_suffix(".err")
     began_s = time.monotonic()
     with out.open("w") as stdout, notes.open("w") as stderr:
         try:
-            process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environ)
+            process = psutil.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=env.of_measured_process(str(SOURCE)),
+            )
         except OSError as error:
             raise UsageError(f"bench: cannot start {command[0]!r}: {error.strerror}; give --mpirun a command") from None
         try:

@@ -19,7 +19,8 @@ def test_tensors_are_about_square_and_of_the_given_size(nbytes, tensors):
 
 
 def test_all_values_of_the_model_differ():
-    model = checkpoint.make_model("hpcfsdp", FakeCommunicator(), 2 * checkpoint.UNIT_TENSORS + 1, (3, 5), torch.device("cpu"))
+    cpu, tensors = torch.device("cpu"), 2 * checkpoint.UNIT_TENSORS + 1
+    model = checkpoint.make_model("hpcfsdp", FakeCommunicator(), tensors, (3, 5), cpu)
     values = torch.cat([param.detach().view(-1)[: math.prod(param.shape)] for param in model.parameters()])
     found = values[values != 0]  # shards are padded
     assert len(found) == len(found.unique()) == (2 * checkpoint.UNIT_TENSORS + 1) * 15
