@@ -164,8 +164,9 @@ class TorchGroupCommunicator(Communicator):
             return _ended(work, lambda: _store(total, output, after))
         if full.dtype == accumulate and accumulate in _NATIVE_DTYPES and reduction.op in _NATIVE_OPS:
             total = output if output.dtype == accumulate else torch.empty_like(output, dtype=accumulate)
-            work = _compat.reduce_scatter_single(total, sent, _NATIVE_OPS[reduction.op], self.group, async_op)
-            return _ended(work, lambda: _store(total, output, reduction.divisor))
+            op, after = self._native(reduction)
+            work = _compat.reduce_scatter_single(total, sent, op, self.group, async_op)
+            return _ended(work, lambda: _store(total, output, after))
         # Ranks send values in their own dtype, and sum them here in another: no more bytes than a sum on the way.
         if self._lines is not None and reduction.op == "average":
             within, across = self._lines
@@ -195,8 +196,9 @@ class TorchGroupCommunicator(Communicator):
             return None
         if tensor.dtype in native and reduction.accumulate in _NATIVE_DTYPES and reduction.op in _NATIVE_OPS:
             total = flat.to(reduction.accumulate)
-            work = dist.all_reduce(total, _NATIVE_OPS[reduction.op], self.group, async_op)
-            return _ended(work, lambda: _store(total, flat, reduction.divisor))
+            op, after = self._native(reduction)
+            work = dist.all_reduce(total, op, self.group, async_op)
+            return _ended(work, lambda: _store(total, flat, after))
         gathered = flat.new_empty(self.size * flat.numel())
         work = _compat.all_gather_single(_bytes(gathered), _bytes(flat), self.group, async_op)
         return _ended(work, lambda: reduce_rows(flat, gathered.view(self.size, -1), reduction))
@@ -238,6 +240,13 @@ class TorchGroupCommunicator(Communicator):
     def _sums_by_backend(self, tensor: Tensor, reduction: Reduction) -> bool:
         is_float = tensor.is_floating_point() and tensor.dtype.itemsize > 1  # no backend adds up fp8
         return self._options.sums_by == "backend" and reduction.op == "average" and is_float
+
+    def _native(self, reduction: Reduction) -> tuple[Any, float]:
+        """Return the backend's operation, and the divisor after it: backends of devices average in the same kernel."""
+        floating = reduction.accumulate in (torch.float32, torch.float64)
+        if reduction.op == "average" and floating and accelerator.is_accelerator(self.device):
+            return dist.ReduceOp.AVG, 1
+        return _NATIVE_OPS[reduction.op], reduction.divisor
 
     def _subgroup(self, ranks: list[int]) -> TorchGroupCommunicator:
         members = [dist.get_global_rank(self.group, rank) for rank in ranks]

@@ -34,7 +34,7 @@ def test_no_step_costs_more_than_one_of_fsdp2(world, group, table, scenario):
     costs = {engine: measured(engine, world.size, **SCENARIOS[scenario])[0] for engine in ENGINES}
     stock = costs.pop("FSDP2")
     for engine, cost in costs.items():
-        assert cost.launches <= stock.launches + (scenario == "replicas"), engine  # an average is a sum and a division
+        assert cost.launches < stock.launches, engine
         assert cost.waits <= stock.waits, engine
         assert cost.collectives <= stock.collectives, engine
         assert cost.peak <= (ABOVE if engine == "fully_shard" else 1) * stock.peak, engine
