@@ -21,6 +21,7 @@ from hpcfsdp.checkpoint.saving.content import Metrics, SaveArguments, collect_co
 from hpcfsdp.checkpoint.saving.kept_plan import KeptPlan
 from hpcfsdp.checkpoint.saving.pending import PendingSave, StagingRing
 from hpcfsdp.checkpoint.saving.same_call import GivenPath, compare_calls
+from hpcfsdp.checkpoint.saving.state_reads import StateReads
 from hpcfsdp.checkpoint.saving.temporary import naming_write_errors
 from hpcfsdp.checkpoint.saving.writer import make_temporary_file, save_given, writer_class
 from hpcfsdp.comm import Communicator, of_rank_0, raise_together
@@ -162,7 +163,7 @@ class CheckpointManager:
         """Save a checkpoint of a step, and replace an earlier one of this step. Collective over the model's ranks.
 
         Wait for a save in progress first. An asynchronous save captures the values of the call: afterwards everything
-        may be changed. Writing begins at once.
+        may be changed, on an accelerator the optimizer's state by its steps and loads alone. Writing begins at once.
 
         Args:
             step: at least 0. A checkpoint of a higher step in the folder counts as newer; the log warns of it once.
@@ -204,10 +205,11 @@ class CheckpointManager:
         own = self._own_communicator(comm)
         with raise_together(own):
             nbytes = sum(round_up(size, _LINE_BYTES) for size in collected.sizes(comm.rank))
-            ring = self._ring_of(nbytes, pinned=collected.is_on_accelerator)
+            on_device = collected.is_on_accelerator
+            ring, reads = self._ring_of(nbytes, pinned=on_device), StateReads(model, optimizer if on_device else None)
         pending = PendingSave(own, temporary, content, ring, lambda path: self._committed(path, step, began_s))
         self._last = pending
-        pending.stage(collected)
+        pending.stage(collected, reads)
         self._pending = pending
         self._held_s += time.perf_counter() - began_s
         return temporary.path

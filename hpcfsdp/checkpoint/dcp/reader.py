@@ -20,6 +20,7 @@ from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.plain_values import from_plain
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import TensorSpec, numpy_dtype
+from hpcfsdp.checkpoint.saving.state_reads import await_reads
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError
 from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import levels_of
@@ -107,6 +108,7 @@ class HDF5Reader(StorageReader):
         found.sort(
             key=lambda pair: (rows.get(index.links.get(pair[0].dataset, pair[0].dataset), -1), pair[1].storage_offsets)
         )
+        await_reads()  # the planner may give an optimizer's own memory
         with BlockReader(index, verify=self._verify) as reader:
             for entry, item in found:
                 if item.type == LoadItemType.BYTE_IO:  # which a planner passes to torch.load; it was never on a disk

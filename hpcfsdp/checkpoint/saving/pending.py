@@ -31,6 +31,7 @@ from hpcfsdp.checkpoint.format.metadata import MetadataImage
 from hpcfsdp.checkpoint.saving.content import Collected, Content, memory_of_blocks
 from hpcfsdp.checkpoint.saving.kept_plan import CopiedBlocks
 from hpcfsdp.checkpoint.saving.same_call import all_agree
+from hpcfsdp.checkpoint.saving.state_reads import StateReads
 from hpcfsdp.checkpoint.saving.temporary import BlockWriter, TemporaryFile, TemporaryFileGoneError, naming_write_errors
 from hpcfsdp.checkpoint.saving.writer import by_buffer, gather_sums
 from hpcfsdp.comm import Communicator, raise_together
@@ -98,16 +99,19 @@ class StagingRing:
             )
             self._memory = torch.empty(nbytes, dtype=torch.uint8)
         self._changed = threading.Condition()
-        self._copied: torch.Event | None = None
+        self._copied: dict[bool, torch.Event] = {}  # the last copies, by whether they are in the background
         self.start()
 
     def close(self) -> None:
         """Wait for pending copies of accelerators. The ring must not be used afterwards."""
-        if self._copied is not None:
-            accelerator.wait_for(self._copied)
+        for event in self._copied.values():
+            accelerator.wait_for(event)
 
-    def start(self) -> None:
-        """Begin a round with an empty ring."""
+    def start(self, reads: StateReads | None = None) -> None:
+        """Begin a round with an empty ring; copies of `reads` go on in the background."""
+        self._reads = reads
+        if (event := self._copied.pop(True, None)) is not None:  # of a save that was given up: they write here
+            accelerator.current_stream(event.device).wait_event(event)
         with self._changed:
             self._head = self._tail = 0
             self._waiting: deque[StagedBlock] = deque()
@@ -116,7 +120,8 @@ class StagingRing:
     def put(self, pieces: Sequence[tuple[Any, torch.Tensor]], *, wait: bool = True) -> bool:
         """Copy `pieces`, keys with bytes, uint8, 1-D; return whether it did: not without room for all, if not `wait`.
 
-        Then the source may change, on a device in stream order. After ``stop`` the bytes are discarded.
+        Then the source may change, on a device in stream order, and of ``StateReads`` after ``await_reads``. After
+        ``stop`` the bytes are discarded.
         """
         nbytes = sum(round_up(source.numel(), self.align) for _, source in pieces)
         if nbytes > self.nbytes:
@@ -134,10 +139,18 @@ class StagingRing:
             memory = self._memory.narrow(0, end % self.nbytes if self.nbytes else 0, source.numel())
             end += round_up(source.numel(), self.align)
             copies.append((StagedBlock(key, memory, end), source, accelerator.is_accelerator(source.device)))
+        background = []
         for block, source, on_device in copies:
+            if on_device and self._reads is not None and self._reads.has(source):
+                background.append((block, source))
+                continue
             block.memory.copy_(source, non_blocking=on_device)
             if on_device:  # the copy's stream, not that of the current device
-                block.event = self._copied = accelerator.record(accelerator.current_stream(source.device))
+                block.event = self._copied[False] = accelerator.record(accelerator.current_stream(source.device))
+        if background:  # they come last: a device may copy in the order in which copies were given to it
+            events = self._reads.copy((block.memory, source) for block, source in background)
+            for (block, _), event in zip(background, events, strict=True):
+                block.event = self._copied[True] = event
         with self._changed:
             self._head = begin + nbytes
             self._waiting.extend(block for block, _, _ in copies)
@@ -257,13 +270,14 @@ class PendingSave:
         self._made_s: float | None = None
         self._may_begin = threading.Event()
 
-    def stage(self, collected: Collected) -> None:
-        """Copy the tensors, and begin to write. Afterwards the tensors may be changed.
+    def stage(self, collected: Collected, reads: StateReads) -> None:
+        """Copy the tensors, those of `reads` in the background, and begin to write. Afterwards they may be changed.
 
         Return without waiting if all ranks' bytes fit into their rings. Further bytes wait until earlier ones are
         written. Gather buffers are filled, copied and freed one after the other. Raise CheckpointError if it waited
         and the file cannot be made; the file is then removed.
         """
+        self._reads = reads
         comm, tensors, ring, plan = self._comm, collected.tensors, self._ring, self._content.plan
         memory_of = memory_of_blocks(plan, tensors)
         places = by_buffer(tensors[of] for of in plan.blocks["tensor"][self._own].tolist()) if tensors else {}
@@ -278,7 +292,8 @@ class PendingSave:
             fit = sum(round_up(size, ring.align) for size in collected.sizes(comm.rank)) <= ring.nbytes
             pieces, at_once = recalled.known.sources.pieces(recalled.tensors), ring.nbytes if fit else most
         first = _groups(pieces, at_once)
-        ring.start()
+        ring.start(reads)
+        reads.begin()
         _uncommitted[self] = None
         # They begin later, as they would take half of the time from the copies; but to start a thread takes long once
         # another one is busy.
@@ -437,10 +452,13 @@ class PendingSave:
                     views.clear()
                     ring.release(staged)
                 if not ring.stopped:
+                    self._reads.check(self.path)
                     disk.sync(fd)
         except BaseException:
             ring.stop()  # who puts more in must not wait for room
             raise
+        finally:
+            self._reads.end()
         return sums
 
     def _opened(self, stack: contextlib.ExitStack) -> int:
