@@ -78,6 +78,20 @@ def difference_of_order(traces: Sequence[Trace]) -> str | None:
     return None
 
 
+def problem(traces: Sequence[Trace]) -> str | None:
+    """What may have ranks wait for ever on some device; None if nothing can.
+
+    Here every rank waits for the end of each step before the next one. On any device, whatever its queues and whatever
+    its driver waits for, a step waits for earlier ones of its rank and for the same calls of others: what comes to its
+    end in turn does so there too.
+    """
+    in_turn = [[each for step in trace for each in (step, Step("drain", HOST))] for trace in traces]
+    found = difference_of_order(traces)
+    if found is None and (chain := cycle(in_turn)) is not None:
+        found = "ranks that do one thing after the other wait in a circle:\n" + "\n".join(chain)
+    return found
+
+
 def cycle(traces: Sequence[Trace], queue_of: Callable[[Hashable], Hashable] = own_queues) -> list[str] | None:
     """The chain of waits that ends where it began, one line for each; None if all ranks come to their end.
 

@@ -34,6 +34,8 @@ __all__ = [
 MPI = load_mpi()
 COMM = MPI.COMM_WORLD.Dup()
 PATIENCE_S = 20.0
+SUCCEEDED = pytest.StashKey[bool]()
+"""Of a test: whether its last phase has failed on no rank, as all of them know."""
 
 # A folder for each rank: several pytest processes would clean up one folder at the same time.
 TEMPORARY = COMM.bcast(tempfile.mkdtemp(prefix="hpcfsdp-tests-") if COMM.rank == 0 else None)
@@ -86,6 +88,7 @@ def pytest_runtest_makereport(item, call):
         sys.stderr.write(f"{item.nodeid} ({report.when}) failed while other ranks are inside of it\n{text}\n")
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)
+    item.stash[SUCCEEDED] = not failures
     if failures:
         report.outcome = "failed"
         report.longrepr = "\n".join(other for other in COMM.allgather(text) if other)

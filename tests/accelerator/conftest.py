@@ -1,6 +1,7 @@
 """Tests on a simulated accelerator: ``make test-accelerator``, or mpirun and pytest by hand."""
 
 import contextlib
+import zlib
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from hpcfsdp.engine import root
 from hpcfsdp.engine.streams import DeviceStreams
 from tests.accelerator import simulated
 from tests.accelerator.programs import SIM
+from tests.accelerator.traces import one_order  # noqa: F401
 from tests.under_mpi import *  # noqa: F403
-from tests.under_mpi import TEMPORARY
+from tests.under_mpi import COMM, TEMPORARY
 
 simulated.scratch = TEMPORARY
 
@@ -28,6 +30,17 @@ def fresh():
     simulated.starve()
     with contextlib.suppress(RuntimeError):  # of a kernel that the test has had fail
         torch.accelerator.synchronize()
+
+
+@pytest.fixture(params=["own queues", "one queue", "blocking"])
+def hardware(request):
+    """What the device has: a queue for each stream, one for all, or a driver that waits for it now and then."""
+    seed = zlib.crc32(request.node.nodeid.encode()) + COMM.rank
+    hardware = {"one queue": simulated.hardware_queues(1), "blocking": simulated.blocking(seed)}
+    with hardware.get(request.param, contextlib.nullcontext()):
+        yield
+        with contextlib.suppress(RuntimeError):
+            torch.accelerator.synchronize()
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ MIXED = {
 }
 
 
-def leave_for_later(streams, policy, patience_s=20.0):
+def leave_for_later(streams, policy, patience_s=None):
     """Have the device starve queues: all that run concurrently, or in a random order.
 
     Args:

@@ -20,11 +20,14 @@ import torch.distributed as dist
 from torch.utils import cpp_extension
 
 from hpcfsdp import _compat
+from tests.deadlock import Group
 
 NAME, BACKEND = "sim", "simccl"
 MOST_DEVICES = 8
 scratch = None
 """The folder for the files of collectives; None for the system's temporary one."""
+every_call = []
+"""The collectives of all groups that this rank has called, oldest first: (``Group``, label)."""
 
 
 def _build():
@@ -59,13 +62,17 @@ set_devices, contexts, forget_contexts, blocked = (
 )
 
 
-def starve(*streams, seed=None, patience_s=20.0):
+_patience_s = 20.0
+
+
+def starve(*streams, seed=None, patience_s=None):
     """Have the device leave these streams alone until nothing else can run and the host waits.
 
     Args:
         seed: of the order in which all others run; None: the oldest stream first.
         patience_s: run them all the same after so long without a new kernel: the host may wait where nobody sees it.
     """
+    patience_s = _patience_s if patience_s is None else patience_s
     _device.set_policy([stream.stream_id for stream in streams], seed, patience_s)
 
 
@@ -100,11 +107,17 @@ def hardware_queues(count):
 
 @contextlib.contextmanager
 def blocking(seed):
-    """A context in which allocations and first launches wait for the device now and then, as those of drivers do."""
+    """A context in which allocations and first launches wait for the device now and then, as those of drivers do.
+
+    Streams are starved for a moment only: the program waits for devices of other ranks, which see nothing of it.
+    """
+    global _patience_s
     _device.set_blocking(seed)
+    before, _patience_s = _patience_s, 0.02
     try:
         yield
     finally:
+        _patience_s = before
         _device.set_blocking(None)
 
 
@@ -199,7 +212,9 @@ def _create_group(options, _):
     rank, size = options.group_rank, options.group_size
     if rank == 0:
         options.store.set("folder", tempfile.mkdtemp(prefix="simccl-", dir=scratch))
-    return SimulatedGroup(options.store.get("folder").decode(), rank, size)
+    ranks = options.global_ranks_in_group or range(size)
+    known = Group(f"group {options.group_id} of ranks {', '.join(map(str, ranks))}", tuple(ranks))
+    return SimulatedGroup(options.store.get("folder").decode(), rank, known)
 
 
 _OPS = [
@@ -214,9 +229,10 @@ _OPS = [
 class SimulatedGroup(dist.ProcessGroup):
     """A process group with the semantics of NCCL: collectives run on streams, and only barriers wait on the host."""
 
-    def __init__(self, folder, rank, size):
+    def __init__(self, folder, rank, known):
+        size = len(known.ranks)
         super().__init__(rank, size)
-        self._folder, self._rank, self._size = folder, rank, size
+        self._folder, self._rank, self._size, self._known = folder, rank, size, known
         self._communicators = {}  # by device: made in the first call on it, which all ranks have to make
         self._streams = {}
         self._messages = None
@@ -427,6 +443,8 @@ class SimulatedGroup(dist.ProcessGroup):
     def _call(self, opts, used, calls, outputs=(), *, is_message=False):
         """Queue calls: on the current stream, or asynchronous ones on the group's own after what is queued so far."""
         self.called += [str(call[1]) for call in calls]
+        if not is_message:
+            every_call.extend((self._known, call[1]) for call in calls)
         index = next((tensor.device.index for tensor in used if tensor.device.type == NAME), None)
         with torch.accelerator.device_index(index):
             if is_message:  # the two ranks alone need each other

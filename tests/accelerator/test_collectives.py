@@ -103,6 +103,7 @@ def test_a_result_that_nobody_waits_for_is_not_there_yet(world, group):
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.other_orders("what one raises is the test")
 def test_ranks_that_differ_in_the_order_of_calls_raise_with_both(world, own_group):
     value, gathered = torch.ones(4, device=SIM), torch.empty(4 * world.size, device=SIM)
 

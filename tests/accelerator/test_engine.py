@@ -13,7 +13,7 @@ from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.accelerator import simulated
 from tests.accelerator.programs import POLICIES, SIM, leave_for_later
 
-pytestmark = pytest.mark.ranks(2, 1, 4)
+pytestmark = [pytest.mark.ranks(2, 1, 4), pytest.mark.usefixtures("hardware")]
 
 STEPS = 3
 TOLERANCE = 1e-5

@@ -11,7 +11,11 @@ from tests.accelerator import simulated
 from tests.accelerator.programs import POLICIES, SIM, SOME_POLICIES, leave_for_later, mesh_of
 from tests.mpi.row_cases import Net, batches, make, whole
 
-pytestmark = [pytest.mark.ranks(2, 1, 4), pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")]
+pytestmark = [
+    pytest.mark.ranks(2, 1, 4),
+    pytest.mark.usefixtures("hardware"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
+]
 
 
 def local(tensor):

@@ -20,7 +20,7 @@ from tests.accelerator.programs import (
 from tests.mpi import parity
 from tests.mpi.parity import WIDTH, Recipe, build, close, loss_of, reference
 
-pytestmark = pytest.mark.ranks(2, 1, 4)
+pytestmark = [pytest.mark.ranks(2, 1, 4), pytest.mark.usefixtures("hardware")]
 
 SETTINGS = {
     "model": [

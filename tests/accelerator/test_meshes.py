@@ -6,6 +6,8 @@ from tests.accelerator.programs import EXACT, POLICIES, SIM, SOME_POLICIES, leav
 from tests.mpi import mesh_cases, parity
 from tests.mpi.parity import Recipe, build, close, reference
 
+pytestmark = pytest.mark.usefixtures("hardware")
+
 HYBRIDS = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 
 

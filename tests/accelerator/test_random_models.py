@@ -10,6 +10,7 @@ from tests.mpi import random_models
 
 pytestmark = [
     pytest.mark.ranks(2),
+    pytest.mark.usefixtures("hardware"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module", "ignore:no parameter of the unit"),
 ]
 

@@ -103,6 +103,7 @@ def test_gathers_and_reductions_have_communicators_of_their_own(world, group):
     assert again._unit.sharded_params[0].reduce_comm == flat.reduce_comm, "one for all units"
 
 
+@pytest.mark.other_orders("two groups do not wait for each other")
 def test_ranks_may_reduce_and_gather_in_different_orders(world, group):
     """Where gradients depend on data: one communicator would see a gather on one rank and a reduction on another."""
     comm = TorchGroupCommunicator(group)

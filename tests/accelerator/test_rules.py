@@ -12,7 +12,7 @@ from tests.accelerator.programs import SIM
 from tests.accelerator.traces import traces_of
 from tests.deadlock import cycle, difference_of_order, one_queue, own_queues
 
-pytestmark = pytest.mark.ranks(1)
+pytestmark = [pytest.mark.ranks(1), pytest.mark.other_orders("programs that break the rules")]
 
 ONE = torch.device("sim", 1)
 

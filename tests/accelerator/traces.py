@@ -1,9 +1,60 @@
-"""What the simulated device has noted, as a trace for ``tests/deadlock.py``."""
+"""What ranks do on the simulated device, as traces for ``tests/deadlock.py``, and what holds for every test there."""
 
+import pickle
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
 import torch.distributed as dist
 
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
+from tests.accelerator import simulated
 from tests.accelerator.programs import SIM
-from tests.deadlock import HOST, Group, Step
+from tests.deadlock import HOST, Group, Step, difference_of_order, problem
+from tests.under_mpi import COMM, SUCCEEDED, TEMPORARY
+
+LATE_S = 240.0
+"""After so long in a test, a minute before pytest ends the job, it says how far each rank has come."""
+
+
+@pytest.fixture(autouse=True)
+def one_order(request):
+    """All ranks call collectives in one order, over all groups and MPI, and in no circle: else the test fails."""
+    calls, count = simulated.every_call, MpiCommunicator._count
+
+    def noted(comm, label):
+        calls.append((Group("MPI", comm.world_ranks), label))
+        count(comm, label)
+
+    calls.clear()
+    late = threading.Timer(LATE_S, _tell, [request.node.nodeid])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MpiCommunicator, "_count", noted)
+        late.start()
+        yield
+        late.cancel()
+    is_compared = request.node.get_closest_marker("other_orders") is None and request.node.stash.get(SUCCEEDED, False)
+    if COMM.size > 1 and is_compared:  # all ranks know alike
+        traces = COMM.gather(_steps())
+        found = COMM.bcast(problem(traces) if COMM.rank == 0 else None)
+        if found is not None:
+            pytest.fail(found)
+
+
+def _steps():
+    return [Step("collective", HOST, *call) for call in simulated.every_call]
+
+
+def _tell(name):
+    """Ranks that wait in a circle do not come to the end of a test: by files, what each of them has called so far."""
+    path = Path(TEMPORARY, "calls")
+    path.with_suffix(f".{COMM.rank}").write_bytes(pickle.dumps(_steps()))
+    time.sleep(5)
+    if COMM.rank == 0:
+        traces = [pickle.loads(path.with_suffix(f".{rank}").read_bytes()) for rank in range(COMM.size)]
+        sys.stderr.write(f"{name} has not ended: {difference_of_order(traces)}\n")
 
 
 def trace_of(entries, names):

@@ -18,6 +18,7 @@ from tests.under_mpi import COMM, MPI, TEMPORARY
 
 if os.environ.get("HPCFSDP_SIMULATED"):
     from tests.accelerator import simulated
+    from tests.accelerator.traces import one_order  # noqa: F401
 
     simulated.scratch = TEMPORARY
 else:

@@ -1,8 +1,11 @@
 """The search for deadlocks, on traces written by hand."""
 
+import collections
+import random
+
 import pytest
 
-from tests.deadlock import HOST, Group, Step, cycle, difference_of_order, one_queue, own_queues
+from tests.deadlock import HOST, Group, Step, cycle, difference_of_order, one_queue, own_queues, problem
 
 ALL = Group("all", (0, 1))
 OTHER = Group("other", (0, 1))
@@ -96,3 +99,34 @@ def test_three_ranks_in_a_ring():
     found = cycle(traces)
     assert {line.split(",")[0] for line in found} == {"rank 0", "rank 1", "rank 2"}
     assert difference_of_order(traces) is None  # each pair of ranks shares one group
+
+
+def test_what_ends_in_turn_ends_on_any_queues():
+    """Of random programs of two ranks, which call in one order or not."""
+    draw, found = random.Random(0), collections.Counter()
+    for _ in range(300):
+        calls, traces = [call(draw.choice([ALL, OTHER]), str(n)) for n in range(4)], []
+        for _ in range(2):
+            trace = draw.sample(calls, 4) if draw.random() < 0.3 else calls
+            trace = [each._replace(stream=draw.choice(["s", "t", HOST])) for each in trace]
+            for event in range(6):
+                at = draw.randrange(len(trace) + 1)
+                later = draw.randrange(at, len(trace) + 1)
+                trace.insert(later, wait(event, draw.choice(["s", "t", HOST])))
+                trace.insert(at, record(event, draw.choice(["s", "t"])))
+            traces.append(trace)
+        ends = [cycle(traces, queue_of) is None for queue_of in (own_queues, one_queue)]
+        found[problem(traces) is None, all(ends)] += 1
+    assert found[True, False] == 0
+    assert found[True, True] > 20 and found[False, False] > 20, found
+
+
+def test_a_difference_is_a_problem_though_all_come_to_their_end_and_so_is_a_circle_in_one_order():
+    traces = [[call(ALL, "a", "s"), call(OTHER, "b", "t")], [call(OTHER, "b", "t"), call(ALL, "a", "s")]]
+    assert cycle(traces, one_queue) is None
+    assert problem(traces) == "call 0 that ranks 0 and 1 share: 'a' of all, but 'b' of other"
+    groups = [Group(f"pair {n}", (n, (n + 1) % 3)) for n in range(3)]
+    ring = [[call(groups[n], "x", "s"), call(groups[(n - 1) % 3], "x", "t")] for n in range(3)]
+    assert cycle(ring) is None
+    assert "wait in a circle" in problem(ring) and "x of pair 0" in problem(ring)
+    assert problem([traces[0], traces[0]]) is None
