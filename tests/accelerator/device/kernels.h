@@ -449,9 +449,19 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   bool from_host = !on_device(expanded), to_host = !on_device(target);
   auto& scheduler = Scheduler::get();
   if (!from_host && !to_host) {
-    scheduler.enqueue(current_stream(), [from = View(expanded), to = View(target)] {
+    // As CUDA: between devices on the stream of the source, which waits for that of the target, and is waited for.
+    int64_t stream = current_stream(), of_source = streams_of_thread[expanded.device().index()];
+    auto meet = [&](int64_t first, int64_t second) {
+      if (first == second) return;
+      auto event = std::make_shared<EventState>();
+      scheduler.record(first, event, false);
+      scheduler.wait(second, event, false);
+    };
+    meet(stream, of_source);
+    scheduler.enqueue(of_source, [from = View(expanded), to = View(target)] {
       to.on_host().copy_(from.on_host());
     }, "aten::copy_");
+    meet(of_source, stream);
     return target;
   }
   const at::Tensor& host = from_host ? expanded : target;

@@ -192,9 +192,9 @@ class Scheduler {
     push_locked(stream, {Task::RECORD, nullptr, nullptr, event, event->recorded});
   }
 
-  void wait(int64_t stream, const std::shared_ptr<EventState>& event) {
+  void wait(int64_t stream, const std::shared_ptr<EventState>& event, bool by_program = true) {
     std::unique_lock lock(mutex_);
-    journal.add("wait", stream, event->name(event->recorded), "", 0);
+    if (by_program) journal.add("wait", stream, event->name(event->recorded), "", 0);
     if (event->captured) {
       captured_.insert(stream);  // it joins the graph
       return;
