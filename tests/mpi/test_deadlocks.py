@@ -72,6 +72,6 @@ def test_random_models_come_to_their_end(world, thorough, front):
             train(world, streams, front, seed)
         traces = world.comm.allgather(streams.trace)
         if world.rank == 0:
-            assert len(traces[0]) > 20
+            assert len(traces[0]) > (20 if world.size > 1 else 8)  # something was recorded
         found = problem(traces)
         assert found is None, f"model {seed}: {found}"
