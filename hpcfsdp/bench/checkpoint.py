@@ -64,7 +64,8 @@ def measure(world: World, *, nbytes: int, tensors: int, folder: str | os.PathLik
     shape, device = shape_of(nbytes, tensors), world.device
     with scratch(world.host, folder, _FILES_AT_ONCE * tensors * math.prod(shape) * 4) as place:
         group = dist.group.WORLD if accelerator.is_accelerator(device) else dist.new_group(backend="gloo")
-        own, peer = (make_model(*engine, tensors, shape, device) for engine in ((OWN, None), (FSDP2, group)))
+        own = make_model(OWN, None, tensors, shape, device)
+        peer = make_model(FSDP2, group, tensors, shape, device)
         times = _Savings(world.host, place, own, peer, group, device).run(repeats)
     return table(tensors * math.prod(shape) * 4, tensors, times)
 
@@ -160,7 +161,8 @@ class _Savings:
         host = {"device": "cpu", "pin_memory": self._device is not None}
         self._spare = [torch.empty_like(shard, **host) for shard in self._mine]
         self._saved = {id(model): _digest(model) for model in (own, peer)}
-        self._columns = {name: _columns_like(value) for name, value in peer.state_dict().items()}
+        columns = peer.state_dict() if self._device is None else {}  # not compared there
+        self._columns = {name: _columns_like(value) for name, value in columns.items()}
         self._manager = CheckpointManager(folder / "managed", keep_last=1, asynchronous=True)
         self._steps = itertools.count(1)
 
@@ -200,10 +202,10 @@ class _Savings:
             COLUMNS: (self._remove, columns),
         }
         if self._device is not None:
-            timed_there = {SAVE: save, LOAD: load, HELD: later}
             tasks = {
-                task: (tasks[task][0], {name: way for name, way in ways.items() if name in (OWN, DCP, COPY)})
-                for task, ways in timed_there.items()
+                task: (prepare, {name: way for name, way in ways.items() if name in (OWN, DCP, COPY)})
+                for task, (prepare, ways) in tasks.items()
+                if task in (SAVE, LOAD, HELD)
             }
         found: dict[str, dict[str, list[float]]] = {task: {name: [] for name in tasks[task][1]} for task in tasks}
         for count in range(_WARMUP + repeats):

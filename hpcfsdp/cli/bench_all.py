@@ -12,6 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +29,9 @@ from hpcfsdp.output.figure_file import new_figure, write_figure
 
 FORMAT = "hpcfsdp benchmarks 1"
 _ROW_INCHES = 0.22
+_TEXT_LINES = 60
+"""Most lines that a table in Markdown shows of a part that prints none."""
+_GRACE_S = 10.0
 _BETTER, _WORSE = "#0072b2", "#d55e00"
 
 
@@ -113,8 +117,8 @@ def exit_code(found: Mapping[str, Any]) -> int:
     """Return 1 if a part has failed, with a note for each that has; 0 otherwise."""
     failed = failures(found)
     for title, message in failed.items():
-        said = [line for line in message.splitlines() if any(map(str.isalnum, line))]  # a launcher ends with a rule
-        print_note(f"bench: {title} has failed: {said[-1] if said else 'without a message'}")
+        words = [line for line in message.splitlines() if any(map(str.isalnum, line))]  # a launcher ends with a rule
+        print_note(f"bench: {title} has failed: {words[-1] if words else 'without a message'}")
     return 1 if failed else 0
 
 
@@ -169,11 +173,16 @@ def run(
     return found
 
 
+def now() -> str:
+    """Return the time in UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
 def new_run(ranks: int) -> dict[str, Any]:
     """Return a run on this machine that has no parts yet."""
     return {
         "format": FORMAT,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "ranks": ranks,
         "hardware": hardware(),
         "versions": software(),
@@ -181,19 +190,56 @@ def new_run(ranks: int) -> dict[str, Any]:
     }
 
 
-def result_of(command: Sequence[str]) -> dict[str, Any]:
-    """Run a benchmark and return the JSON that it prints, with an "error" if it fails."""
+def result_of(
+    command: Sequence[str],
+    *,
+    files: Path | None = None,
+    limit_s: float | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Run a benchmark; return the JSON that it prints, or its last lines as a "text", with an "error" if it fails.
+
+    Its output is kept in `files` with the suffixes .out and .err. After `limit_s` seconds it is ended, and has failed.
+    """
+    with contextlib.ExitStack() as stack:
+        if files is None:
+            stdout, stderr = (stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2))
+        else:
+            paths = (files.with_suffix(suffix) for suffix in (".out", ".err"))
+            stdout, stderr = (stack.enter_context(path.open("w+", errors="replace")) for path in paths)
+        try:
+            process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environ)
+        except OSError as error:
+            raise UsageError(f"bench: cannot start {command[0]!r}: {error.strerror}; give --mpirun a command") from None
+        try:
+            code = process.wait(limit_s)
+        except psutil.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+        printed, messages = ((file.seek(0), file.read())[1] for file in (stdout, stderr))
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise UsageError(f"bench: cannot start {command[0]!r}: {error.strerror}; give --mpirun a command") from None
-    try:
-        found: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        found = {"error": {"message": "\n".join(done.stderr.splitlines()[-20:])}}
-    if done.returncode and "error" not in found:
-        found["error"] = {"message": f"exit code {done.returncode}"}
+        found: dict[str, Any] = dict(json.loads(printed))
+    except (ValueError, TypeError):
+        found = {"text": "\n".join(("```text", *printed.splitlines()[-_TEXT_LINES:], "```"))}
+    if code is None:
+        where = "" if files is None else f"; its output is in {files.name}.out and {files.name}.err"
+        found["error"] = {"message": f"it did not end within {limit_s} s{where}"}
+    elif (code or not printed) and "error" not in found:
+        last = (messages or printed).splitlines()[-20:]
+        found["error"] = {"message": "\n".join((f"exit code {code}", *last))}
     return found
+
+
+def _end(process: psutil.Popen) -> None:
+    """End a process that still runs, and what it has started: a launcher ends its ranks itself, if it gets the time."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = [process, *process.children(recursive=True)]
+        if process.poll() is None:
+            process.terminate()
+        for left in psutil.wait_procs(started, _GRACE_S)[1]:
+            left.kill()
+        process.wait()
 
 
 def hardware() -> dict[str, Any]:

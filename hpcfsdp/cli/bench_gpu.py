@@ -7,18 +7,12 @@ runs what is missing or has failed.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
-import json
 import shlex
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import psutil
 
 import hpcfsdp
 from hpcfsdp import accelerator, env
@@ -35,9 +29,8 @@ _SIZES = ((64, ()), (16, ("--layers", "12", "--width", "1024")), (0, ("--layers"
 """GiB of a device, and the model whose steps fit there next to those of the peers."""
 _SMALL = ("--layers", "1", "--width", "16", "--context", "16", "--batch", "1", "--repeats", "1", "--dtype", "fp32")
 _SMALL_TESTS = ("-k", "collectives")
-_PAGE_LINES = 60
-"""Most lines of a part that does not print a table; all of them are in a file beside the page."""
-_GRACE_S = 10
+_OF_THE_NODE = ("processor", "cores", "memory_bytes", "system")
+"""May differ from call to call: a scheduler gives another node of a partition."""
 
 
 class Part(NamedTuple):
@@ -85,8 +78,8 @@ def parts(devices: int, device_nbytes: int, folder: Path, *, small: bool = False
 
 
 def _worlds(devices: int) -> list[int]:
-    """2, 4, 8 and so on, and all devices."""
-    return sorted({1 << power for power in range(1, devices.bit_length()) if 1 << power <= devices} | {devices} - {1})
+    """Return 2, 4, 8 and so on, and all devices."""
+    return sorted({*(1 << power for power in range(1, devices.bit_length())), *({devices} - {1})})
 
 
 def run_report(options: argparse.Namespace) -> int:
@@ -116,8 +109,10 @@ def run_report(options: argparse.Namespace) -> int:
             continue
         started = [*mpirun, "-n", str(part.ranks), *part.command] if part.ranks else list(part.command)
         print_note(f"bench: {part.name}: {shlex.join(started)}")
-        done = _run(started, folder / part.name, part.limit_s)
-        found["parts"][part.name] = {"command": list(part.command), **done}
+        began_s, environ = time.monotonic(), env.of_measured_process(str(SOURCE))
+        done = bench_all.result_of(started, files=folder / part.name, limit_s=part.limit_s, environ=environ)
+        took = {"date": bench_all.now(), "seconds": round(time.monotonic() - began_s, 1)}
+        found["parts"][part.name] = {"command": list(part.command), **took, **done}
         found["parts"] = {one.name: found["parts"][one.name] for one in planned if one.name in found["parts"]}
         _write(folder, found, before)
     _write(folder, found, before)
@@ -129,67 +124,19 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 def _begun(path: Path, devices: int) -> dict[str, Any]:
-    """Return the run that the folder has, or a new one. Raise a UsageError if it is of another machine."""
+    """Return the run that the folder has, or a new one. Raise a UsageError if devices or versions differ."""
     found = bench_all.new_run(devices)
     if not path.exists():
         return found
     kept = bench_all.load(path)
-    if others := bench_all.differences(kept, found):
+    others = [name for name in bench_all.differences(kept, found) if name not in _OF_THE_NODE]
+    if others:
         raise UsageError(f"bench: {path} is of a run with other {', '.join(others)}: give --report another folder")
     return {**found, "parts": kept["parts"]}
 
 
 def _is_done(kept: Mapping[str, Any] | None, part: Part) -> bool:
     return kept is not None and "seconds" in kept and "error" not in kept and kept["command"] == list(part.command)
-
-
-def _run(command: Sequence[str], path: Path, limit_s: int) -> dict[str, Any]:
-    """Run a part, with its output in files that begin with `path`; return what it says, with an "error" if it fails."""
-    files = out, notes = path.with_suffix(".out"), path.with_suffix(".err")
-    began_s = time.monotonic()
-    with out.open("w") as stdout, notes.open("w") as stderr:
-        try:
-            process = psutil.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                env=env.of_measured_process(str(SOURCE)),
-            )
-        except OSError as error:
-            raise UsageError(f"bench: cannot start {command[0]!r}: {error.strerror}; give --mpirun a command") from None
-        try:
-            code = process.wait(limit_s)
-        except psutil.TimeoutExpired:
-            code = None
-        finally:
-            _end(process)
-    found: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "seconds": round(time.monotonic() - began_s, 1),
-    }
-    text, said = (file.read_text(errors="replace") for file in files)
-    try:
-        found |= dict(json.loads(text))
-    except (ValueError, TypeError):
-        found["text"] = "\n".join(("```text", *text.splitlines()[-_PAGE_LINES:], "```"))
-    if code:
-        last = (said.splitlines() or text.splitlines())[-20:]
-        found.setdefault("error", {"message": "\n".join((f"exit code {code}", *last))})
-    elif code is None:
-        found["error"] = {"message": f"it did not end within {limit_s} s; its output is in {out.name} and {notes.name}"}
-    return found
-
-
-def _end(process: psutil.Popen) -> None:
-    """End a process that still runs, and what it has started: a launcher ends its ranks itself, if it gets the time."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        started = [process, *process.children(recursive=True)]
-        if process.is_running() and process.poll() is None:
-            process.terminate()
-        for left in psutil.wait_procs(started, _GRACE_S)[1]:
-            left.kill()
-        process.wait()
 
 
 def _write(folder: Path, found: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:

@@ -242,9 +242,12 @@ class TorchGroupCommunicator(Communicator):
         return self._options.sums_by == "backend" and reduction.op == "average" and is_float
 
     def _native(self, reduction: Reduction) -> tuple[Any, float]:
-        """Return the backend's operation, and the divisor after it: backends of devices average in the same kernel."""
-        floating = reduction.accumulate in (torch.float32, torch.float64)
-        if reduction.op == "average" and floating and accelerator.is_accelerator(self.device):
+        """Return the backend's operation, and the divisor after it.
+
+        Backends of devices average float32 in the same kernel; torch's FSDP2 needs that of them, too.
+        """
+        is_float32 = reduction.accumulate == torch.float32
+        if reduction.op == "average" and is_float32 and accelerator.is_accelerator(self.device):
             return dist.ReduceOp.AVG, 1
         return _NATIVE_OPS[reduction.op], reduction.divisor
 

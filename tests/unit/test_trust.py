@@ -24,9 +24,7 @@ FILES = {
     **dict.fromkeys(
         ("checkpoint.format.disk", "hang.stacks", "launch.lock", "hang.departure", "observe.held_memory"), "/proc"
     ),
-    **dict.fromkeys(
-        ("observe.perfetto", "cli.bench_all", "cli.bench_gpu"), "/proc, and for bench files that the user names"
-    ),
+    **dict.fromkeys(("observe.perfetto", "cli.bench_all"), "/proc, and for bench files that the user names"),
     **dict.fromkeys(("bench.checkpoint", "bench.gpu"), "its own files, in a folder of its own"),
     **dict.fromkeys(("config", "plan.links", "integrations.recipe", "examples.gpt.data"), "files that the user names"),
     **dict.fromkeys(("checkpoint.convert.peft", "checkpoint.convert.torch_source"), "sources of the page"),

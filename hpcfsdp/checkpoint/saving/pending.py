@@ -293,12 +293,12 @@ class PendingSave:
             pieces, at_once = recalled.known.sources.pieces(recalled.tensors), ring.nbytes if fit else most
         first = _groups(pieces, at_once)
         ring.start(reads)
-        reads.begin()
         _uncommitted[self] = None
         # They begin later, as they would take half of the time from the copies; but to start a thread takes long once
         # another one is busy.
         self._laying = Task(self.path, self._lay_out)
         self._task = Task(self.path, self._write)
+        reads.begin()  # the second task ends it
         try:
             with raise_together(comm):
                 left = self._put(first, wait=False)

@@ -1,8 +1,8 @@
 """Copy an optimizer's state off a device on a stream of its own, while the next iteration computes.
 
 The optimizer's next step waits for it on the device. Nothing else is copied so: memory of the forward and the backward
-is written at once, and parameters are written by programs, through ``.data`` too (as to evaluate averaged weights right
-after a save), of which nothing is told.
+is written at once, and programs write parameters, through ``.data`` too (to evaluate averaged weights right after a
+save), which nothing can notice.
 """
 
 import functools
@@ -115,7 +115,7 @@ class StateReads:
         """
         if self in _under_way:
             _under_way.remove(self)
-        changed = self._find_changed()  # first: a step that begins now changes state after it has said that it waits
+        changed = self._find_changed()  # first: a step that begins now waits, and changes state after that
         return self._changed if self._is_awaited else changed
 
     def check(self, path: object) -> None:

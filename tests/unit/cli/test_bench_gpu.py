@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from hpcfsdp import accelerator
-from hpcfsdp.cli import bench_gpu
+from hpcfsdp.cli import bench_all, bench_gpu
 from hpcfsdp.cli.bench import parser
 from hpcfsdp.cli.bench_gpu import Part
 from hpcfsdp.errors import UsageError
@@ -53,7 +53,7 @@ def test_a_part_that_fails_is_a_row_and_not_the_end(report, tmp_path, capsys):
 
 
 def test_a_part_ends_after_its_limit_with_all_that_it_has_started(report, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_gpu, "_GRACE_S", 0.5)
+    monkeypatch.setattr(bench_all, "_GRACE_S", 0.5)
     number = tmp_path / "number"
     text = f"""
 import os, signal, subprocess, sys, time
@@ -105,6 +105,9 @@ def test_a_folder_of_another_machine_is_refused(report, tmp_path):
     with pytest.raises(UsageError, match="with other accelerator: give --report another folder"):
         report(GOOD)
     assert json.loads(path.read_text()) == kept
+    kept["hardware"] |= {"accelerator": "imagined", "memory_bytes": 1, "processor": "of another node"}
+    path.write_text(json.dumps(kept))
+    assert report(GOOD)[0] == 0
 
 
 def test_a_launcher_that_is_missing_is_named(report):
