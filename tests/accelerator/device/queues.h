@@ -23,6 +23,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -31,6 +32,7 @@
 #include <deque>
 #include <fstream>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -364,10 +366,10 @@ class Scheduler {
     if (Py_IsInitialized() && PyGILState_Check()) without_gil.emplace();
     std::unique_lock lock(mutex_);
     if (!is_over()) {
-      ++hosts_waiting_;
+      auto place = hosts_waiting_.insert(hosts_waiting_.end(), [&] { return is_over(); });
       work_.notify_all();
       done_.wait(lock, [&] { return is_over() || stopped_; });
-      --hosts_waiting_;
+      hosts_waiting_.erase(place);
     }
     if (!error_.empty()) {
       std::string error;
@@ -405,8 +407,10 @@ class Scheduler {
       (queue->starved ? starved : ready).push_back(queue.get());
     }
     if (ready.empty() && !starved.empty()) {
-      out_of_patience = hosts_waiting_ == 0 && now - active_ >= patience_;
-      if (hosts_waiting_ > 0 || out_of_patience) {
+      // A host whose wait is over may not have come on yet.
+      bool a_host_waits = std::any_of(hosts_waiting_.begin(), hosts_waiting_.end(), [](auto& over) { return !over(); });
+      out_of_patience = !a_host_waits && now - active_ >= patience_;
+      if (a_host_waits || out_of_patience) {
         ready = starved;
       } else {
         again = std::min(again, active_ + patience_);
@@ -466,7 +470,7 @@ class Scheduler {
   std::optional<std::mt19937_64> random_;
   Clock::duration patience_ = std::chrono::milliseconds(500);
   Clock::time_point active_ = Clock::now();
-  int hosts_waiting_ = 0;
+  std::list<std::function<bool()>> hosts_waiting_;  // what each waits for
   std::string error_;
   bool stopped_ = false;
   int64_t pushed_ = 0, hardware_queues_ = 0;
