@@ -58,6 +58,7 @@ def run(tmp_path, case, threads):
     command = [mpirun if mpirun.exists() else "mpirun", "--map-by", ":OVERSUBSCRIBE", "-n", "2", sys.executable, script]
     job = subprocess.run(
         [*command, case, threads],
+        cwd=tmp_path,  # where a report about a hang goes
         env={**environ, **allowed, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
