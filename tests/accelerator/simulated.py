@@ -11,6 +11,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import shutil
 import tempfile
 import types
 from pathlib import Path
@@ -289,11 +290,12 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def shutdown(self):
         torch.accelerator.synchronize()
-        with contextlib.suppress(OSError):  # other ranks still have files there, or have removed it
-            for path in Path(self._folder).glob(f"*/*-{self._rank}"):
-                path.unlink(missing_ok=True)
-            for folder in (*Path(self._folder).iterdir(), self._folder):
-                os.rmdir(folder)
+        folder = Path(self._folder)
+        with contextlib.suppress(OSError):  # another rank has removed it
+            # This rank has read what others wrote, and they may still read what it wrote: the last one removes it.
+            (folder / f"left-{self._rank}").touch()
+            if len(list(folder.glob("left-*"))) == self._size:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def abort(self):
         """End all calls of this group, also those that wait for other ranks. It takes no more."""
