@@ -291,7 +291,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def shutdown(self):
         torch.accelerator.synchronize()
         folder = Path(self._folder)
-        with contextlib.suppress(OSError):  # another rank has removed it
+        with contextlib.suppress(OSError):  # a second call
             # This rank has read what others wrote, and they may still read what it wrote: the last one removes it.
             (folder / f"left-{self._rank}").touch()
             if len(list(folder.glob("left-*"))) == self._size:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hpcfsdp import _compat
 from tests.accelerator import simulated
+from tests.deadlock import Group
 
 pytestmark = pytest.mark.ranks(2, 1, 4)
 
@@ -146,3 +147,15 @@ def test_torchs_fully_shard_trains_as_one_process_does_on_the_cpu(world, group, 
         torch.testing.assert_close(losses[0].cpu(), losses[1])
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.full_tensor().cpu(), expected)
+
+
+@pytest.mark.ranks(1)
+def test_others_may_read_what_a_rank_wrote_when_it_has_left_its_group(tmp_path):
+    folder, known = tmp_path / "group", Group("a group of two", (0, 1))
+    first, second = (simulated.SimulatedGroup(str(folder), rank, known) for rank in range(2))
+    first._new_communicator("0").send(torch.ones(2, device=SIM), 1, 0)
+    first.shutdown()
+    (message,) = (folder / "0").iterdir()
+    assert message.stat().st_size == 8
+    second.shutdown()
+    assert not folder.exists()
