@@ -203,6 +203,18 @@ def _read_checked(path: Path, file: h5py.File, footer: Footer, budget: access.Me
     parts = stored.read_parts(values, regions)
     used = merge_ranges([*regions, *values.places])
     first_rows = check_extents(path, specs, rows, used, footer.file_bytes, [part.nbytes for part in parts])
+    texts = dict.fromkeys(("date", "software_version", "format_version"), stored.attribute_text)
+    kinds: dict[str, Any] = {"step": int, "world_size": int, **texts}
+    attributes = {name: stored.required_attribute(file, name, kind) for name, kind in kinds.items()}
+    tables: dict[str, Any] = {"tensors": specs, "links": links, "extents": rows, "first_rows": first_rows}
+    return make_index(small, {"path": path, **attributes}, footer=footer, parts=parts, **tables)
+
+
+def make_index(small: dict[str, Any], attributes: dict[str, Any], **more: Any) -> CheckpointIndex:
+    """Return the index with these small datasets, attributes of ``CheckpointInfo``, and `more` of ``CheckpointIndex``.
+
+    Raise ValueError where the small datasets are not as they are written.
+    """
     extra, config = stored.read_extra(small, schema.EXTRA_VALUES), stored.read_json(small, schema.CONFIG)
     of_optimizer = schema.PARAM_GROUPS, schema.OPTIM_SCALARS, schema.STATE_DICT
     groups, scalars, state_dict = (stored.read_json(small, n) if n in small else None for n in of_optimizer)
@@ -218,25 +230,16 @@ def _read_checked(path: Path, file: h5py.File, footer: Footer, budget: access.Me
     stored.check_module_states(states)
     if schema.STATE_DICT in small:
         by_kind = {names.GROUP: groups, names.SCALAR: scalars, names.EXTRA: extra}
-        stored.check_entries(state_dict, {**specs, **links}, by_kind)
-    texts = dict.fromkeys(("date", "software_version", "format_version"), stored.attribute_text)
-    kinds: dict[str, Any] = {"step": int, "world_size": int, **texts}
-    attributes = {name: stored.required_attribute(file, name, kind) for name, kind in kinds.items()}
-    info = CheckpointInfo(path=path, **attributes, extra=from_plain(extra, types), config=config)
+        stored.check_entries(state_dict, {**more["tensors"], **more["links"]}, by_kind)
     return CheckpointIndex(
-        info=info,
-        tensors=specs,
-        links=links,
-        extents=rows,
+        info=CheckpointInfo(**attributes, extra=from_plain(extra, types), config=config),
         param_groups=groups,
         group_types=group_types,
         scalars=scalars,
         rng={name.rsplit("/", 1)[1]: value for name, value in small.items() if name.startswith(f"{schema.RNG}/")},
-        first_rows=first_rows,
         metrics=stored.read_metrics(small),
         extra=extra,
         module_states=states,
-        footer=footer,
-        parts=parts,
         state_dict=state_dict,
+        **more,
     )

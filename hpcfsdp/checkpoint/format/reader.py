@@ -3,7 +3,8 @@
 import contextlib
 import itertools
 from collections import namedtuple
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import xxhash
@@ -29,6 +30,8 @@ _SPAN_BYTES = 8 << 20
 _RUNS_BYTES = 16 << 20  # most bytes of a range that is read for several runs in it
 _GAP_BYTES = 1 << 20  # reading a gap of so many bytes between two runs costs about as much as beginning another read
 
+
+T = TypeVar("T")
 
 _Extent = namedtuple("_Extent", schema.EXTENT_DTYPE.names)
 """A row of the table of extents. To read a field of a numpy row costs far more."""
@@ -149,6 +152,10 @@ class BlockReader:
             for (spec, row), nbytes in zip(group, sizes, strict=True):
                 self._compare(spec, row, schema.checksum(self._scratch[end : end + nbytes]))
                 end += nbytes
+
+    def portions(self, pieces: Sequence[T]) -> Iterator[Sequence[T]]:
+        """Yield pieces of tensors, in groups that can be read as soon as they are there: at once, for a file."""
+        yield pieces
 
     def place(self) -> Hashable:
         """Return a value that is equal on two processes only if they share the file's pages in memory."""

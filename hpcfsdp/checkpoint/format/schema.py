@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import h5py
 import numpy as np
@@ -155,6 +155,8 @@ class CheckpointInfo:
     """Tensors of the model that ``load(strict=False)`` has not found in the file, and left as they were."""
     unexpected: tuple[str, ...] = ()
     """Tensors in the file that ``load(strict=False)`` has not found in the model."""
+    source: Literal["file", "memory"] = "file"
+    """Where it was: in memory, `path` is where the file of this step is, or would be."""
 
 
 def supported(dtype: str) -> bool:

@@ -46,7 +46,7 @@ _PARTLY = "; a part of the model was loaded before this error: load again before
 
 _SPOILT = "; the floating-point tensors that were to be loaded are NaN now: load another file, or make the model anew"
 
-_Piece: TypeAlias = tuple[str, LocalPiece, torch.dtype]
+Piece: TypeAlias = tuple[str, LocalPiece, torch.dtype]
 """The path in the file, and this rank's memory of a run of elements."""
 
 
@@ -105,8 +105,39 @@ def load(
         return {"path": GivenPath(path) if comm.rank == 0 or path is not None else None, "fresh": bool(fresh)}
 
     path = Path(compare_calls(comm, "checkpoint.load", facts)["path"].expanded)
-    with reading(path), contextlib.ExitStack() as stack, torch.no_grad():
-        index, reader, peers, drawn, seed = _open_on_all_ranks(comm, stack, path, verify)
+    with reading(path):
+        opening = functools.partial(_open_on_all_ranks, path=path, verify=verify)
+        return load_from(
+            comm, opening, model=model, optimizer=optimizer, strict=strict, names=names, verify=verify, fresh=fresh
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A source on one rank."""
+
+    index: CheckpointIndex  # without rows of the states of random number generators
+    reader: BlockReader  # within its context
+    peers: list[int]  # the ranks that share this rank's page cache, this one among them
+    drawn: rng.States  # the states of this rank's random number generators; empty for a source without any
+    seed: int | None  # of new random numbers, for ranks beyond those that have saved
+
+
+def load_from(
+    comm: Communicator,
+    opening: Callable[[Communicator, contextlib.ExitStack], Opened],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    strict: bool = True,
+    names: Sequence[str] | None,
+    verify: bool,
+    fresh: bool,
+) -> CheckpointInfo:
+    """Do as ``load``, from any source, which `opening` opens. Collective over `comm`, the ranks of the model."""
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        opened = opening(comm, stack)
+        index, reader, peers = opened.index, opened.reader, opened.peers
         with raise_together(comm) as exchange:
             hold_shards(model)
             in_file, match, targets, new, grown = _match_targets(reader, index, model, names, strict, stack)
@@ -117,28 +148,31 @@ def load(
             for buffer in buffers_of(tensors):
                 buffer.alloc()
             found = [(str(in_file.path_in(tensor)), tensor) for tensor in targets]
-            if restore is not None:  # its new state is allocated next to the old one
-                places = ((f"{schema.OPTIM_STATE}/{in_file.in_file(each.name)}", each) for each in restore.tensors)
-                _read_pieces(reader, [piece for item in places for piece in _pieces(*item)])
-                restore.check()
+            places = [
+                (f"{schema.OPTIM_STATE}/{in_file.in_file(t.name)}", t) for t in (restore.tensors if restore else ())
+            ]
+            state = [piece for item in places for piece in _pieces(*item)]
             draws = names is None or optimizer is not None
-            generators = _generators(index, drawn if draws else {}, seed, device_of(model))
+            generators = _generators(index, opened.drawn if draws else {}, opened.seed, device_of(model))
             kept = [] if fresh else [item for item in found if item[1].name not in new]
             twice = [piece for item in kept for piece in _pieces(*item)]
             once = [piece for item in found if fresh or item[1].name in new for piece in _pieces(*item)]
             needed = rows_needed(index, kept, peers, comm.size)
             exchange.mine = schema.checksum(needed)
+        if restore is not None:
+            _read_together(comm, reader, state)  # its new state is allocated next to the old one
+            with raise_together(comm):
+                restore.check()
         if verify and not fresh:
             alike = [rank for rank in peers if exchange.everyone[rank] == exchange.mine]
             # To keep the data would double the memory of the model; the second read is mostly from the page cache.
             with raise_together(comm):
                 reader.check_rows(select_share(index, needed, alike.index(comm.rank), len(alike)))
         at_stake = [tensor for tensor in targets if fresh and tensor.buffer is None and tensor.name not in new]
-        with _nan_on_failure(at_stake), raise_together(comm):
-            _read_pieces(reader, once, _SPOILT if at_stake else "")
+        with _nan_on_failure(at_stake):
+            _read_together(comm, reader, once, _SPOILT if at_stake else "")
         if not fresh:
-            with raise_together(comm):
-                _read_pieces(reader, twice, _PARTLY)
+            _read_together(comm, reader, twice, _PARTLY)
     for tensor, value in grown:
         tensor.data = value
     for buffer in buffers_of(tensors):
@@ -153,42 +187,51 @@ def load(
     return dataclasses.replace(index.info, missing=match.missing, unexpected=match.unexpected)
 
 
-def _open_on_all_ranks(
-    comm: Communicator, stack: contextlib.ExitStack, path: Path, verify: bool
-) -> tuple[CheckpointIndex, BlockReader, list[int], rng.States, int | None]:
+class IndexOfRank0:
+    """An index, and states of random number generators, that rank 0 has and all others need. Collective over `comm`."""
+
+    def __init__(self, comm: Communicator, make: Callable[[], CheckpointIndex]) -> None:
+        """Share the index that `make` returns on rank 0; the states stay there."""
+        self._comm, self._of_ranks = comm, rng.States()
+
+        def made() -> tuple[CheckpointIndex, int]:
+            index = make()
+            self._of_ranks = states = index.rng
+            if any(value.ndim != 2 or len(value) != index.info.world_size for value in states.values()):
+                what = "its random number states are not those of its ranks"
+                raise CheckpointCorruptError(f"{index.info.path}: {what}")
+            seed = schema.checksum(np.ascontiguousarray(states.get("torch_cpu", np.empty(0))))
+            # Those of thousands of ranks are too much for each of them.
+            return dataclasses.replace(index, rng={kind: value[:0] for kind, value in states.items()}), seed
+
+        self.index, self._seed = of_rank_0(comm, made)
+
+    def opened(self, reader: BlockReader, peers: list[int]) -> Opened:
+        """Send each rank its states."""
+        comm, index = self._comm, self.index
+        states = rng.scatter(comm, index.rng, self._of_ranks) if index.rng else {}
+        is_new = comm.rank >= index.info.world_size and "torch_cpu" in states
+        return Opened(index, reader, peers, states, self._seed ^ comm.rank if is_new else None)
+
+
+def _open_on_all_ranks(comm: Communicator, stack: contextlib.ExitStack, path: Path, verify: bool) -> Opened:
     """Open the file on all ranks, with the index that rank 0 reads. Collective over `comm`.
 
-    Start again if the file is replaced meanwhile. The third result are the ranks that share this rank's page cache,
-    the fourth the states of its random number generators, of which the index has no rows; empty for a file without any.
-    The last is the seed of new random numbers, for ranks beyond those that have saved.
+    Start again if the file is replaced meanwhile.
     """
-    of_ranks: rng.States = {}
-
-    def opened() -> tuple[CheckpointIndex, int]:
-        nonlocal of_ranks
-        index = open_index(path)
-        of_ranks = index.rng
-        if any(value.ndim != 2 or len(value) != index.info.world_size for value in of_ranks.values()):
-            raise CheckpointCorruptError(f"{path}: its random number states are not those of its ranks")
-        seed = schema.checksum(np.ascontiguousarray(of_ranks.get("torch_cpu", np.empty(0))))
-        # Those of thousands of ranks are too much for each of them.
-        return dataclasses.replace(index, rng={kind: value[:0] for kind, value in of_ranks.items()}), seed
-
     for _ in range(_TRIES):
-        index, seed = of_rank_0(comm, opened)
-        reader = BlockReader(index, verify=verify)
+        shared = IndexOfRank0(comm, lambda: open_index(path))
+        reader = BlockReader(shared.index, verify=verify)
         with raise_together(comm) as exchange, contextlib.suppress(CheckpointReplacedError):
             exchange.mine = stack.enter_context(reader).place()
         if None not in exchange.everyone:
             peers = [rank for rank, place in enumerate(exchange.everyone) if place == exchange.mine]
-            states = rng.scatter(comm, index.rng, of_ranks) if index.rng else {}
-            is_new = comm.rank >= index.info.world_size and "torch_cpu" in states
-            return index, reader, peers, states, seed ^ comm.rank if is_new else None
+            return shared.opened(reader, peers)
         stack.close()
     raise CheckpointReplacedError(f"{path}: was replaced {_TRIES} times while it was opened: load another file")
 
 
-def _pieces(path: str, tensor: StateTensor) -> list[_Piece]:
+def _pieces(path: str, tensor: StateTensor) -> list[Piece]:
     """Return this rank's pieces of a tensor at `path` in the file; raise CheckpointError for expanded memory."""
     for piece in tensor.pieces:
         if any(step == 0 and size > 1 for step, size in zip(piece.tensor.stride(), piece.tensor.shape, strict=True)):
@@ -208,7 +251,14 @@ def _nan_on_failure(tensors: Sequence[StateTensor]) -> Iterator[None]:
         raise
 
 
-def _read_pieces(reader: BlockReader, pieces: Sequence[_Piece], consequence: str = "") -> None:
+def _read_together(comm: Communicator, reader: BlockReader, pieces: Sequence[Piece], consequence: str = "") -> None:
+    """Do as ``_read_pieces``, as the source has them. Collective over `comm`."""
+    for some in reader.portions(pieces):
+        with raise_together(comm):
+            _read_pieces(reader, some, consequence)
+
+
+def _read_pieces(reader: BlockReader, pieces: Sequence[Piece], consequence: str = "") -> None:
     """Read pieces, directly into their memory where that is possible. Errors end with the `consequence`."""
     direct, others = [], []
     for path, piece, dtype in pieces:

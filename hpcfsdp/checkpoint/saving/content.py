@@ -2,7 +2,7 @@
 
 import datetime
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from hpcfsdp.checkpoint.format.metadata import MetadataImage, build_metadata_ima
 from hpcfsdp.checkpoint.format.plain_values import leaves_of, split_arrays, to_plain
 from hpcfsdp.checkpoint.loading.match import check_patterns, chosen_of, is_chosen
 from hpcfsdp.checkpoint.saving import rng
-from hpcfsdp.checkpoint.saving.kept_plan import KeptPlan, KnownPlan, RecalledPlan
+from hpcfsdp.checkpoint.saving.kept_plan import BlockSources, CopiedBlocks, KeptPlan, KnownPlan, Pieces, RecalledPlan
 from hpcfsdp.checkpoint.saving.plan import SavePlan, plan_save
 from hpcfsdp.checkpoint.saving.same_call import all_agree, compare
 from hpcfsdp.checkpoint.saving.temporary import BytesOf
@@ -28,7 +28,7 @@ from hpcfsdp.state.model import DTensorRanks, device_of, hold_shards, model_tens
 from hpcfsdp.state.optim.in_file import OptimizerState, gather_state, named_groups, optimizer_state, state_elsewhere
 from hpcfsdp.state.optim.keys import StepsWholeTensors
 from hpcfsdp.state.shown import digest_of
-from hpcfsdp.state.tensors import LocalPiece, StateTensor, refuse_subclasses
+from hpcfsdp.state.tensors import GatherBuffer, LocalPiece, StateTensor, buffers_of, refuse_subclasses
 
 Metrics = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 """Numbers that training has noted, by name: the steps, and as many values."""
@@ -159,13 +159,50 @@ class Collected:
             return self.recalled.known.sources.sizes
         return self.content.plan.block_bytes(self.content.plan.blocks_of(rank)).tolist()
 
+    def pieces(self, blocks: np.ndarray, sources: BlockSources | None) -> Callable[[GatherBuffer | None], Pieces]:
+        """Return a function to the pieces of `blocks` that are in a buffer, or in memory that is there already.
 
-def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | None = None) -> Collected:
+        `blocks` are places in the plan, of which this rank has the elements; `sources` are where they have been found
+        in the tensors of the recalled plan, None without one.
+        """
+        plan, tensors = self.content.plan, self.tensors
+        memory_of = memory_of_blocks(plan, tensors)
+        places = by_buffer(tensors[of] for of in plan.blocks["tensor"][blocks].tolist()) if sources is None else {}
+
+        def pieces_of(buffer: GatherBuffer | None) -> Pieces:
+            if sources is not None and self.recalled is not None:
+                yield from sources.pieces(self.recalled.tensors)
+            for place in places.get(buffer, ()):
+                yield CopiedBlocks((place,), (0,)), memory_of(int(blocks[place]))
+
+        return pieces_of
+
+    def gather(self, comm: Communicator, copy: Callable[[GatherBuffer], None]) -> None:
+        """Fill one buffer after the other, have `copy` copy its pieces, and free it. Collective over `comm`."""
+        for buffer in buffers_of(self.tensors):
+            buffer.gather()
+            with raise_together(comm):
+                copy(buffer)
+            buffer.free()
+
+
+def by_buffer(tensors: Iterable[StateTensor]) -> dict[GatherBuffer | None, list[int]]:
+    """Return places in a sequence of tensors, by the buffer that must be gathered before they are written."""
+    places: dict[GatherBuffer | None, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.buffer, []).append(place)
+    return places
+
+
+def collect_content(
+    comm: Communicator, given: SaveArguments, kept: KeptPlan | None = None, *, with_rng: bool = True
+) -> Collected:
     """Collect the content. Collective over `comm`.
 
     Ranks must have compared ``given.facts()`` before. If all of them recall the plan that they have `kept`, it is not
-    made again, and no rank looks at each tensor. Else the new one is kept. Raise CheckpointError for a value that
-    cannot be stored, DisagreementError where ranks have different models, optimizers or values.
+    made again, and no rank looks at each tensor. Else the new one is kept. Rank 0's content has states of all random
+    number generators, or none without `with_rng`. Raise CheckpointError for a value that cannot be stored,
+    DisagreementError where ranks have different models, optimizers or values.
     """
     model, optimizer = given.model, given.optimizer
     key = None if given.names is None else tuple(given.names), comm.size, comm.rank, optimizer is None
@@ -177,7 +214,7 @@ def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | N
         with raise_together(comm) as exchange:
             small = _small_again(given, known)
             exchange.mine, states, leaves = _to_compare(comm, given, small, known.fingerprint)
-        small |= _compared(comm, exchange.everyone, states, leaves)
+        small |= _compared(comm, exchange.everyone, states if with_rng else None, leaves)
         return Collected(Content(known.plan, root_attributes(given.step, comm.size), small), (), recalled)
     own, gathered = None, None
     if isinstance(optimizer, StepsWholeTensors):
@@ -193,7 +230,7 @@ def collect_content(comm: Communicator, given: SaveArguments, kept: KeptPlan | N
         plan = plan_save(tensors, comm.size)
         fingerprint = plan.fingerprint()
         exchange.mine, states, leaves = _to_compare(comm, given, small, fingerprint)
-    small |= _compared(comm, exchange.everyone, states, leaves)
+    small |= _compared(comm, exchange.everyone, states if with_rng else None, leaves)
     named = [tensor for _, tensor in tensors]
     if kept is not None:
         params = None if state is None else tuple(tuple(group["params"]) for group in state.groups)
@@ -221,7 +258,7 @@ def _to_compare(
 
 
 def _compared(
-    comm: Communicator, everyone: Sequence[_Compared], states: rng.States, leaves: _Leaves
+    comm: Communicator, everyone: Sequence[_Compared], states: rng.States | None, leaves: _Leaves
 ) -> dict[str, np.ndarray]:
     """Compare plans and values of ranks; return the states of all generators on rank 0. Collective over `comm`."""
     for place, name in (
@@ -233,7 +270,8 @@ def _compared(
         if len({parts[part] for _, parts, _ in everyone} - {None}) > 1:
             of_ranks = comm.all_gather_object(found)  # None on ranks without values
             compare("checkpoint.save", [of_ranks[0] or {} if own is None else own for own in of_ranks])
-    return {f"{schema.RNG}/{kind}": value for kind, value in rng.gather(comm, states).items()}
+    of_ranks = {} if states is None else rng.gather(comm, states)
+    return {f"{schema.RNG}/{kind}": value for kind, value in of_ranks.items()}
 
 
 def _leaves(given: SaveArguments, small: Mapping[str, np.ndarray | bytes]) -> _Leaves:

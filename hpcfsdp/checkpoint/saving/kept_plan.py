@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,24 @@ class CopiedBlocks(NamedTuple):
 
     places: Sequence[int]
     begins: Sequence[int]
+
+
+Pieces: TypeAlias = Iterable[tuple[CopiedBlocks, torch.Tensor]]
+"""What to copy: bytes, uint8, 1-D. They are asked for when their turn comes: they may be a copy."""
+
+
+def in_groups(pieces: Pieces, most: int) -> Iterator[list[tuple[CopiedBlocks, torch.Tensor]]]:
+    """Yield pieces in groups of at most `most` bytes, or of one."""
+    # To wake the writer for each of thousands of small blocks takes longer than to copy them.
+    group, nbytes = [], 0
+    for piece in pieces:
+        if group and nbytes + piece[1].numel() > most:
+            yield group
+            group, nbytes = [], 0
+        group.append(piece)
+        nbytes += piece[1].numel()
+    if group:
+        yield group
 
 
 class _Range(NamedTuple):
@@ -54,16 +72,19 @@ class BlockSources:
 
     @classmethod
     def find(
-        cls, plan: SavePlan, rank: int, named: Sequence[StateTensor], tensors: Sequence[torch.Tensor]
+        cls, plan: SavePlan, blocks: np.ndarray, named: Sequence[StateTensor], tensors: Sequence[torch.Tensor]
     ) -> BlockSources | None:
-        """None unless each block, of the plan's tensors `named`, lies in one of `tensors`, none of which overlap."""
+        """None unless each of `blocks`, by their places in the plan, lies in one of `tensors`, none of which overlap.
+
+        `named` are the plan's tensors. Places in ``CopiedBlocks`` are those among `blocks`.
+        """
         order = sorted((number for number, t in enumerate(tensors) if t.numel()), key=lambda n: tensors[n].data_ptr())
         begins = np.array([tensors[number].data_ptr() for number in order], np.int64)
         ends = begins + np.array([tensors[number].nbytes for number in order], np.int64)
-        addresses = _addresses_of(plan, rank, named)
+        addresses = _addresses_of(plan, blocks, named)
         if addresses is None or np.any(ends[:-1] > begins[1:]):
             return None
-        sizes = plan.block_bytes(plan.blocks_of(rank))
+        sizes = plan.block_bytes(blocks)
         found = np.searchsorted(begins, addresses, side="right") - 1
         if np.any(found < 0) or np.any(addresses + sizes > ends[found]):
             return None
@@ -112,9 +133,9 @@ class BlockSources:
             yield blocks, values[chosen].view(torch.uint8)
 
 
-def _addresses_of(plan: SavePlan, rank: int, named: Sequence[StateTensor]) -> np.ndarray | None:
-    """Return the address of each of a rank's blocks; None if one has none, as it is not in its order in memory."""
-    own = plan.blocks[plan.blocks_of(rank)]
+def _addresses_of(plan: SavePlan, blocks: np.ndarray, named: Sequence[StateTensor]) -> np.ndarray | None:
+    """Return the address of each of the blocks; None if one has none, as it is not in its order in memory."""
+    own = plan.blocks[blocks]
     found = np.empty(len(own), np.int64)
     for place, (number, start) in enumerate(zip(own["tensor"].tolist(), own["start"].tolist(), strict=True)):
         tensor = named[number]
@@ -181,7 +202,7 @@ class KeptPlan:
         """Keep a plan, of tensors `named`, in place of another, and `more` of ``KnownPlan``; None if it cannot."""
         self._known = None
         found = take_inventory(model, optimizer)
-        sources = None if found is None else BlockSources.find(plan, rank, named, found.tensors)
+        sources = None if found is None else BlockSources.find(plan, plan.blocks_of(rank), named, found.tensors)
         if found is None or sources is None:
             return None
         self._known = KnownPlan((key, found.facts), plan=plan, sources=sources, **more)

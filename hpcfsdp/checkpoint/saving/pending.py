@@ -16,11 +16,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,16 +28,16 @@ import torch
 from hpcfsdp import _compat, accelerator
 from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.checkpoint.format.metadata import MetadataImage
-from hpcfsdp.checkpoint.saving.content import Collected, Content, memory_of_blocks
-from hpcfsdp.checkpoint.saving.kept_plan import CopiedBlocks
+from hpcfsdp.checkpoint.saving.content import Collected, Content
+from hpcfsdp.checkpoint.saving.kept_plan import in_groups
 from hpcfsdp.checkpoint.saving.same_call import all_agree
 from hpcfsdp.checkpoint.saving.state_reads import StateReads
 from hpcfsdp.checkpoint.saving.temporary import BlockWriter, TemporaryFile, TemporaryFileGoneError, naming_write_errors
-from hpcfsdp.checkpoint.saving.writer import by_buffer, gather_sums
+from hpcfsdp.checkpoint.saving.writer import gather_sums
 from hpcfsdp.comm import Communicator, raise_together
 from hpcfsdp.errors import CheckpointError, HpcfsdpError
 from hpcfsdp.params.layout import round_up
-from hpcfsdp.state.tensors import GatherBuffer, buffers_of
+from hpcfsdp.state.tensors import buffers_of
 from hpcfsdp.world import before_finalize
 
 log = logging.getLogger("hpcfsdp.checkpoint")
@@ -225,24 +225,6 @@ class Task(Future[T]):
             self.set_exception(error)
 
 
-_Pieces: TypeAlias = Iterable[tuple[CopiedBlocks, torch.Tensor]]
-"""What to copy into a ring: bytes, uint8, 1-D. They are asked for when their turn comes: they may be a copy."""
-
-
-def _groups(pieces: _Pieces, most: int) -> Iterator[list[tuple[CopiedBlocks, torch.Tensor]]]:
-    """Yield pieces in groups of at most `most` bytes, or of one."""
-    # To wake the writer for each of thousands of small blocks takes longer than to copy them.
-    group, nbytes = [], 0
-    for piece in pieces:
-        if group and nbytes + piece[1].numel() > most:
-            yield group
-            group, nbytes = [], 0
-        group.append(piece)
-        nbytes += piece[1].numel()
-    if group:
-        yield group
-
-
 class PendingSave:
     """A save in progress; `ended` when it has been committed, or given up. Collective, but for methods that say so."""
 
@@ -278,20 +260,13 @@ class PendingSave:
         and the file cannot be made; the file is then removed.
         """
         self._reads = reads
-        comm, tensors, ring, plan = self._comm, collected.tensors, self._ring, self._content.plan
-        memory_of = memory_of_blocks(plan, tensors)
-        places = by_buffer(tensors[of] for of in plan.blocks["tensor"][self._own].tolist()) if tensors else {}
-        most = min(BlockWriter.AT_ONCE, ring.nbytes // 4)  # a small ring is filled while it is emptied
-
-        def pieces_of(buffer: GatherBuffer | None) -> _Pieces:
-            for place in places.get(buffer, ()):
-                yield CopiedBlocks((place,), (0,)), memory_of(int(self._own[place]))
-
-        pieces, at_once = pieces_of(None), most
-        if (recalled := collected.recalled) is not None:  # only scalars are copied: all pieces may be there at a time
+        comm, ring, recalled = self._comm, self._ring, collected.recalled
+        pieces_of = collected.pieces(self._own, None if recalled is None else recalled.known.sources)
+        most = at_once = min(BlockWriter.AT_ONCE, ring.nbytes // 4)  # a small ring is filled while it is emptied
+        if recalled is not None:  # only scalars are copied: all pieces may be there at a time
             fit = sum(round_up(size, ring.align) for size in collected.sizes(comm.rank)) <= ring.nbytes
-            pieces, at_once = recalled.known.sources.pieces(recalled.tensors), ring.nbytes if fit else most
-        first = _groups(pieces, at_once)
+            at_once = ring.nbytes if fit else most
+        first = in_groups(pieces_of(None), at_once)
         ring.start(reads)
         _uncommitted[self] = None
         # They begin later, as they would take half of the time from the copies; but to start a thread takes long once
@@ -302,8 +277,7 @@ class PendingSave:
         try:
             with raise_together(comm):
                 left = self._put(first, wait=False)
-            buffers = buffers_of(tensors)
-            if buffers or not all(all_agree(comm, left is None)):
+            if buffers_of(collected.tensors) or not all(all_agree(comm, left is None)):
                 self._may_begin.set()
                 # There is more than the ring holds. Who waits for room must not wait for a file that never comes.
                 with raise_together(comm):
@@ -315,11 +289,7 @@ class PendingSave:
                         ring.put(left)
                     del left  # which may be a copy
                     self._put(first)
-            for buffer in buffers:
-                buffer.gather()
-                with raise_together(comm):
-                    self._put(_groups(pieces_of(buffer), most))
-                buffer.free()
+            collected.gather(comm, lambda buffer: self._put(in_groups(pieces_of(buffer), most)))
         except BaseException:
             self.give_up()
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from hpcfsdp.checkpoint.saving.content import (
     Content,
     Metrics,
     SaveArguments,
+    by_buffer,
     bytes_in_memory,
     collect_content,
     root_attributes,
@@ -33,7 +34,7 @@ from hpcfsdp.comm import Communicator, of_rank_0, raise_together
 from hpcfsdp.errors import CheckpointError, nearest
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.state.model import communicator_of
-from hpcfsdp.state.tensors import GatherBuffer, StateTensor, buffers_of
+from hpcfsdp.state.tensors import StateTensor, buffers_of
 
 
 @public_call("checkpoint.save")
@@ -228,14 +229,6 @@ def gather_sums(comm: Communicator, plan: SavePlan, sums: np.ndarray) -> list[by
     received = [torch.empty(count, dtype=torch.int64, device=comm.device) for count in counts]
     comm.gather(received, mine, 0)
     return [of_rank.cpu().numpy().tobytes() for of_rank in received]
-
-
-def by_buffer(tensors: Iterable[StateTensor]) -> dict[GatherBuffer | None, list[int]]:
-    """Return places in a sequence of tensors, by the buffer that must be gathered before they are written."""
-    places: dict[GatherBuffer | None, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        places.setdefault(tensor.buffer, []).append(place)
-    return places
 
 
 def write_alone(
