@@ -286,6 +286,21 @@ FAULTS = (
         "tests/unit/checkpoint/test_retention.py",
     ),
     Fault(
+        "a version in memory overwrites the one before it",
+        "checkpoint/memory/windows.py",
+        "return self.slots[holder, rank][version % 2]",
+        "return self.slots[holder, rank][0]",
+        "tests/mpi/test_checkpoint_memory.py",
+        4,
+    ),
+    Fault(
+        "a version in memory counts before all ranks have it",
+        "checkpoint/memory/loading.py",
+        "if len(ranks) == facts[key].num_ranks]",
+        "if ranks]",
+        "tests/unit/checkpoint/memory",
+    ),
+    Fault(
         "a DCP folder names any class of torch",
         "checkpoint/convert/pickles.py",
         'if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):',

@@ -1,5 +1,7 @@
 """Manage the checkpoints of a training in one folder: save, remove and load them."""
 
+import bisect
+import contextlib
 import logging
 import os
 import time
@@ -12,15 +14,20 @@ import numpy as np
 import torch
 from torch import nn
 
+from hpcfsdp import timeline
 from hpcfsdp.checkpoint import retention
 from hpcfsdp.checkpoint.format import catalog, disk, schema
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
-from hpcfsdp.checkpoint.loading.loader import load
+from hpcfsdp.checkpoint.loading.loader import load, load_from
 from hpcfsdp.checkpoint.loading.match import check_patterns
-from hpcfsdp.checkpoint.saving.content import Metrics, SaveArguments, collect_content
+from hpcfsdp.checkpoint.memory import windows
+from hpcfsdp.checkpoint.memory.loading import MemorySource, held, newest
+from hpcfsdp.checkpoint.memory.saving import MemorySaver
+from hpcfsdp.checkpoint.saving import rng
+from hpcfsdp.checkpoint.saving.content import Collected, Metrics, SaveArguments, collect_content
 from hpcfsdp.checkpoint.saving.kept_plan import KeptPlan
 from hpcfsdp.checkpoint.saving.pending import PendingSave, StagingRing
-from hpcfsdp.checkpoint.saving.same_call import GivenPath, compare_calls
+from hpcfsdp.checkpoint.saving.same_call import Facts, GivenPath, all_agree, compare_calls
 from hpcfsdp.checkpoint.saving.state_reads import StateReads
 from hpcfsdp.checkpoint.saving.temporary import naming_write_errors
 from hpcfsdp.checkpoint.saving.writer import make_temporary_file, save_given, writer_class
@@ -34,7 +41,7 @@ from hpcfsdp.errors import (
 )
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.params.granularity import round_up
-from hpcfsdp.state.model import communicator_of
+from hpcfsdp.state.model import communicator_of, device_of
 
 log = logging.getLogger("hpcfsdp.checkpoint")
 
@@ -68,7 +75,7 @@ class CheckpointManager:
     """Save checkpoints of a training to ``directory/step-<number>.h5``, remove old ones, and load the newest.
 
     Use it as a context manager: its end calls ``close``. After an exception that other ranks may not have, it does not
-    call ``close`` and discards an uncommitted checkpoint.
+    call ``close`` and discards an uncommitted checkpoint. After any exception it keeps versions in memory.
 
     Attributes:
         directory: the folder of the checkpoints.
@@ -86,6 +93,9 @@ class CheckpointManager:
         writer: str = "posix",
         names: Sequence[str] | None = None,
         on_saved: Callable[[Saved], None] | None = None,
+        every: int | None = None,
+        every_s: float | None = None,
+        memory_every: int | None = None,
     ) -> None:
         """Not collective, but all ranks need the same arguments; touches no disk.
 
@@ -105,6 +115,12 @@ class CheckpointManager:
                 all tensors.
             on_saved: called on rank 0 after each commit, for example ``observe.Run.checkpoint``; in another thread if
                 saves are asynchronous.
+            every: ``step`` saves a file at multiples of this step.
+            every_s: ``step`` saves a file so many seconds after the last one, or after this call, by rank 0's clock.
+            memory_every: ``step`` saves a version in memory at multiples of this step, from which ``load_latest`` loads
+                while some of the processes live. Two versions take as much memory of this node twice, with
+                several nodes four times, as files take of the ranks of the node. They stay until ``close`` or
+                ``hpcfsdp.finalize``, also when this object is gone.
 
         Raises:
             UsageError: a number that is not whole or too small, `directory` is no path, or another writer than "posix"
@@ -119,6 +135,11 @@ class CheckpointManager:
             raise UsageError(f"asynchronous saves are written by 'posix', not by {writer!r}")
         writer_class(writer)
         check_patterns(names)
+        for name, number in (("every", every), ("memory_every", memory_every)):
+            if number is not None:
+                retention.whole_number(name, number, least=1)
+        if every_s is not None and not (isinstance(every_s, (int, float)) and every_s > 0):
+            raise UsageError(f"every_s must be a positive number of seconds, not {every_s!r}")
         try:
             self.directory = Path(os.path.abspath(os.path.expanduser(directory)))
         except TypeError as error:
@@ -128,6 +149,9 @@ class CheckpointManager:
         self._asynchronous, self._staging_bytes = asynchronous, staging_bytes
         self._writer, self._names = writer, names
         self._on_saved = on_saved
+        self._every, self._every_s, self._memory_every = every, every_s, memory_every
+        self._file_s = time.monotonic()  # when the last file was begun
+        self._memory = MemorySaver(self.directory)
         self._held_s = 0.0  # by the save in progress
         self._kept = KeptPlan()
         self._pending: PendingSave | None = None
@@ -141,8 +165,11 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is None or getattr(error, "raised_on_all_ranks", False):  # then all ranks come here
+        if kind is None:
             self.close()
+            return
+        if getattr(error, "raised_on_all_ranks", False):  # then all ranks come here
+            self._close(keep_memory=True)
             return
         if self._pending is not None and not self._pending.ended:
             log.error("%s: was not committed, and is discarded because of an error", self._pending.path)
@@ -181,9 +208,13 @@ class CheckpointManager:
         """
         self._check_open()
         self.wait()
-        began_s, self._held_s = time.perf_counter(), 0.0
         given = SaveArguments(model, optimizer, step, extra, config, metrics, self._names)
-        comm = communicator_of(model)
+        return self._save(communicator_of(model), given)
+
+    def _save(self, comm: Communicator, given: SaveArguments, collected: Collected | None = None) -> Path:
+        """Save a file, of content that may have been `collected` already. Collective over `comm`."""
+        began_s, self._held_s, self._file_s = time.perf_counter(), 0.0, time.monotonic()
+        step, model, optimizer = given.step, given.model, given.optimizer
 
         def path_of() -> Path:
             if comm.rank == 0 and self._has_saved and not self.directory.exists():
@@ -196,8 +227,9 @@ class CheckpointManager:
                 self._committed(path, step, began_s)
             return path
         temporary = make_temporary_file(comm, path_of, given, self._writer, asynchronous=True)
-        with naming_write_errors(temporary.path):
-            collected = collect_content(comm, given, self._kept)
+        if collected is None:
+            with naming_write_errors(temporary.path):
+                collected = collect_content(comm, given, self._kept)
         # Users may change arrays afterwards.
         given_small = collected.content.small.items()
         small = {path: np.array(v) if isinstance(v, np.ndarray) else v for path, v in given_small}
@@ -215,13 +247,78 @@ class CheckpointManager:
         return temporary.path
 
     @public_call("CheckpointManager.step")
-    def step(self) -> None:
-        """Advance a save in progress, if there is one; call it after every training step. Collective over its ranks.
+    def step(
+        self,
+        step: int | None = None,
+        *,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Mapping[str, Any] | Callable[[], Mapping[str, Any] | None] | None = None,
+        config: Mapping[str, Any] | None = None,
+        metrics: Metrics | Callable[[], Metrics | None] | None = None,
+    ) -> Path | None:
+        """Advance a save in progress, and save what is due; call it after every training step.
+
+        Collective over the ranks of the save, and of the model. Where nothing is due, only a save in progress or
+        `every_s` need a message.
+
+        Args:
+            step: the number of the step that has been done. None: nothing is due.
+            model, optimizer, extra, config, metrics: see ``save``. `extra` and `metrics` may be functions of no
+                argument, called on all ranks: `extra` if anything is due, `metrics` if a file is. Versions in memory
+                have no metrics.
+
+        Returns:
+            The path of a file that has been due, as ``save`` does; None without one.
 
         Raises:
-            CheckpointError: the save has failed, on any rank.
+            CheckpointError: the save has failed, on any rank; or as ``save``.
+            UsageError: there is no `model`, or as ``save``.
         """
         self._advance(wait=False)
+        if step is None:
+            return None
+        self._check_open()
+        if model is None:
+            raise UsageError("CheckpointManager.step: a step needs its model")
+        number = retention.whole_number("step", step, least=0)
+        to_memory = self._memory_every is not None and number % self._memory_every == 0
+        to_file = self._every is not None and number % self._every == 0
+        if self._every_s is not None and not to_file:
+            comm = communicator_of(model)
+            to_file = all_agree(comm, comm.rank != 0 or time.monotonic() - self._file_s >= self._every_s)[0]
+        if not (to_memory or to_file):
+            return None
+        recorder, comm, collected = timeline.recorder, communicator_of(model), None
+        with recorder.paused() if to_file and recorder is not None else contextlib.nullcontext():
+            found = extra() if callable(extra) else extra
+            curves = (metrics() if callable(metrics) else metrics) if to_file else None
+            given = SaveArguments(model, optimizer, number, found, config, curves, self._names)
+            if to_memory:
+                collected = self._save_in_memory(comm, given, with_rng=to_file and self._asynchronous)
+            if not to_file:
+                return None
+            self.wait()
+            return self._save(comm, given, collected)
+
+    def _save_in_memory(self, comm: Communicator, given: SaveArguments, *, with_rng: bool) -> Collected:
+        """Save a version in memory; return the content. Collective over `comm`."""
+        if not hasattr(comm, "topology"):
+            raise UsageError("memory_every needs ranks that communicate over MPI: call hpcfsdp.init()")
+        saver = self._memory
+
+        def facts() -> Facts:
+            saver.finish()  # so that all ranks have the last version before one of them begins another
+            return {"directory": GivenPath(self.directory), **given.facts()}
+
+        compare_calls(comm, "CheckpointManager.step", facts)
+        own: Any = self._own_communicator(comm)
+        collected = collect_content(comm, given, self._kept, with_rng=with_rng)
+        if saver.needs_tensors(own, collected):
+            self._kept = KeptPlan()
+            collected = collect_content(comm, given, self._kept, with_rng=with_rng)
+        saver.save(own, collected, given.step, rng.capture(device_of(given.model)))
+        return collected
 
     @public_call("CheckpointManager.wait")
     def wait(self) -> None:
@@ -234,18 +331,26 @@ class CheckpointManager:
 
     @public_call("CheckpointManager.close")
     def close(self) -> None:
-        """Wait for a save in progress, and free the staging memory and the communicators.
+        """Wait for a save in progress, and free the staging memory, versions in memory, and the communicators.
 
         Collective over the ranks of the save, and of all models that were saved asynchronously.
 
         Raises:
             CheckpointError: the save has failed, on any rank.
         """
+        self._close(keep_memory=False)
+
+    def _close(self, *, keep_memory: bool) -> None:
         try:
             self.wait()
             for _, own in self._comms:
+                if self._memory_every is not None:
+                    with raise_together(own):
+                        self._memory.finish()
                 if hasattr(own, "close"):  # not all kinds have one
                     own.close()
+            if self._memory_every is not None and not keep_memory:
+                windows.drop(self.directory)
         finally:
             self._let_go()
 
@@ -262,6 +367,9 @@ class CheckpointManager:
     ) -> CheckpointInfo | None:
         """Load the checkpoint of the highest step that is not damaged. Collective over the model's ranks.
 
+        With `memory_every` that may be a version in memory: the last one of which the ranks, together, have all parts,
+        however many and whichever they are. It comes before a file of the same step.
+
         If any rank cannot read a checkpoint, all ranks skip it, log a warning, and try the one before it; see
         ``passed_over``.
 
@@ -270,7 +378,7 @@ class CheckpointManager:
                 `fresh` is False.
 
         Returns:
-            The result of ``load``; None if the folder holds no checkpoints.
+            The result of ``load``, whose `source` is "memory" or "file"; None if there are no checkpoints.
 
         Raises:
             CheckpointMismatchError: a checkpoint belongs to another model or optimizer. Older ones are not tried.
@@ -291,27 +399,45 @@ class CheckpointManager:
         found = of_rank_0(comm, files)
         passed: tuple[tuple[Path, str], ...] = ()
         self.passed_over = passed
-        for path in reversed(found):
-            info = self._load(comm, path, model, optimizer, fresh=fresh)
+        sources: list[Path | MemorySource] = list(found)
+        if self._memory_every is not None:
+            everyone = comm.all_gather_object(held(self.directory))
+            version = newest(everyone)
+            if version is not None:
+                place = bisect.bisect_right([catalog.step_of(path) for path in found], version.step)
+                sources.insert(place, MemorySource(self.directory, version, everyone, model))
+        for source in reversed(sources):
+            info = self._load(comm, source, model, optimizer, fresh=fresh)
             if info is not None:
                 if self.passed_over and comm.rank == 0:
-                    log.warning("using the older checkpoint %s step=%d instead", path, info.step)
+                    log.warning("using the older checkpoint %s step=%d instead", info.path, info.step)
                 return info
-        if found:
+        if sources:
             lines = "".join(f"\n  {path.name}: {problem}" for path, problem in self.passed_over)
             text = f"{self.directory}: none of its checkpoints can be loaded:{lines}"
             raise CheckpointCorruptError(text).on_all_ranks()
         return None
 
     def _load(
-        self, comm: Communicator, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, fresh: bool
+        self,
+        comm: Communicator,
+        source: Path | MemorySource,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        fresh: bool,
     ) -> CheckpointInfo | None:
         """Load, or record the reason why not; the same on all ranks."""
+        path = source.path if isinstance(source, MemorySource) else source
+        given: dict[str, Any] = {"model": model, "optimizer": optimizer, "names": self._names, "fresh": fresh}
         while True:
             info, error = None, None
             try:
-                with retention.reading(path):
-                    info = load(path, model=model, optimizer=optimizer, names=self._names, fresh=fresh)
+                if isinstance(source, MemorySource):
+                    info = load_from(comm, source.open, verify=False, **given)
+                else:
+                    with retention.reading(path):
+                        info = load(path, **given)
             except CheckpointError as caught:
                 error = caught
             own = None if error is None else (type(error), str(error))
@@ -330,6 +456,7 @@ class CheckpointManager:
             return None
 
     def _advance(self, *, wait: bool) -> None:
+        self._memory.advance()
         if self._pending is None:
             return
         began_s = time.perf_counter()

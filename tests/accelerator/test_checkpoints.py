@@ -8,9 +8,12 @@ import torch.distributed.checkpoint as dcp
 
 from hpcfsdp import checkpoint, fully_shard
 from hpcfsdp.checkpoint import CheckpointManager, HDF5Reader, HDF5Writer
+from hpcfsdp.checkpoint.memory import windows
 from hpcfsdp.checkpoint.saving.pending import StagedBlock, StagingRing
 from hpcfsdp.checkpoint.saving.state_reads import StateReads, stream_of
+from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 from hpcfsdp.errors import CheckpointError
+from hpcfsdp.launch.topology import Topology
 from tests.accelerator import simulated
 from tests.accelerator.programs import CPU, EXACT, SIM, leave_for_later, mesh_of, shard, train, whole
 from tests.mpi import parity
@@ -76,6 +79,37 @@ def test_an_asynchronous_save_holds_the_values_of_its_step(world, group, streams
     checkpoint.load(path, model=other[0], optimizer=other[1])
     assert all(torch.equal(value, expected[name]) for name, value in whole(other[0]).items())
     assert train(other[0], AFTER, SIM, other[1], first=BEFORE.steps).losses == losses
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("policy", ["compute", "all"])
+def test_a_version_in_memory_holds_the_values_of_its_step(
+    world, group, streams, shared_path, monkeypatch, policy, num_nodes
+):
+    if num_nodes > world.size:
+        pytest.skip("one rank is one node")
+    own = MpiCommunicator(world.comm.Dup(), Topology.regular(num_nodes, world.size // num_nodes))
+    monkeypatch.setattr(CheckpointManager, "_own_communicator", lambda *_: own)
+    model, optimizer = make(group, SIM)
+    manager = CheckpointManager(shared_path, memory_every=1)
+    train(model, BEFORE, SIM, optimizer)
+    manager.step(1, model=model, optimizer=optimizer)
+    leave_for_later(streams, policy)
+    manager.step(2, model=model, optimizer=optimizer)
+    losses = train(model, AFTER, SIM, optimizer, first=BEFORE.steps).losses  # while the copies are on their way
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(-7)
+    manager.step()
+    manager._memory.finish()
+    own.barrier()
+    if num_nodes > 1 and world.rank in own.topology.nodes[0]:
+        windows.drop()
+    other = make(group, SIM, seed=1)
+    info = CheckpointManager(shared_path, memory_every=1).load_latest(model=other[0], optimizer=other[1])
+    assert (info.step, info.source) == (2, "memory")
+    assert train(other[0], AFTER, SIM, other[1], first=BEFORE.steps).losses == losses
+    windows.drop()
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])

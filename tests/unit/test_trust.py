@@ -10,6 +10,7 @@ from tests.unit.test_layers import ROOT, trees
 NEVER = {"eval", "exec", "pickle.load", "yaml.load", "yaml.unsafe_load", "torch.jit.load", "marshal.loads"}
 PICKLES = {
     "hpcfsdp.bench.scale": "of this process",
+    "hpcfsdp.checkpoint.memory.windows": "memory and messages of ranks",
     "hpcfsdp.comm.mpi.communicator": "messages of ranks",
     "hpcfsdp.state.optim.compare": "messages of ranks",
     "hpcfsdp.state.optim.values": "of this process",

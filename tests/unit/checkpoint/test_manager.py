@@ -1,6 +1,7 @@
 """One process, a plain model. What ranks have to agree on stands in tests/mpi/test_checkpoint_manager.py."""
 
 import errno
+import functools
 import os
 import shutil
 import threading
@@ -14,9 +15,10 @@ import torch
 from torch import nn
 
 from hpcfsdp import checkpoint
-from hpcfsdp.checkpoint import retention
+from hpcfsdp.checkpoint import manager as manager_module, retention
 from hpcfsdp.checkpoint.format import catalog, schema
 from hpcfsdp.checkpoint.format.disk import System
+from hpcfsdp.checkpoint.memory import windows
 from hpcfsdp.checkpoint.saving import pending
 from hpcfsdp.checkpoint.saving.pending import Task
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, UsageError
@@ -47,6 +49,9 @@ class Held(System):
         ({"keep_last": 0}, "keep_last must be at least 1, not 0"),
         ({"keep_every": -1}, "keep_every must be at least 1, not -1"),
         ({"staging_bytes": 100}, f"staging_bytes must be at least {schema.BLOCK_BYTES}, not 100"),
+        ({"memory_every": 0}, "memory_every must be at least 1, not 0"),
+        ({"every": 2.5}, "every must be a whole number, not 2.5"),
+        ({"every_s": 0}, "every_s must be a positive number of seconds, not 0"),
         ({"keep_last": 1.5}, "keep_last must be a whole number, not 1.5"),
         ({"keep_every": "3"}, "keep_every must be a whole number, not '3'"),
         ({"directory": None}, "directory must be a path: .*NoneType"),
@@ -269,3 +274,82 @@ def test_a_folder_that_was_removed_is_reported_and_made_again(tmp_path, caplog, 
         f"{tmp_path / 'run'} was removed, with all checkpoints in it: this one goes into a new folder"
     ]
     assert [path.name for path in checkpoint.checkpoint_files(tmp_path / "run")] == ["step-00000002.h5"]
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now_s = 100.0
+        monkeypatch.setattr(manager_module, "time", self)
+
+    def monotonic(self):
+        return self.now_s
+
+    perf_counter = time = monotonic
+
+
+def test_a_step_saves_what_is_due(tmp_path, monkeypatch):
+    clock, calls = Clock(monkeypatch), []
+    with checkpoint.CheckpointManager(tmp_path, every=4, every_s=10, memory_every=3) as manager:
+        found = {}
+        for step in range(1, 10):
+            clock.now_s += 4
+            model = layer(step)
+            extra = functools.partial(lambda at: calls.append(at) or {}, step)
+            path = manager.step(step, model=model, extra=extra, metrics=lambda: {})
+            loaded = manager.load_latest(model=layer())
+            found[step] = path and path.name, loaded and (loaded.step, loaded.source)
+    # A file after 12 s, and every fourth step, which counts as the last one.
+    assert found == {
+        1: (None, None),
+        2: (None, None),
+        3: ("step-00000003.h5", (3, "memory")),
+        4: ("step-00000004.h5", (4, "file")),
+        5: (None, (4, "file")),
+        6: (None, (6, "memory")),
+        7: ("step-00000007.h5", (7, "file")),
+        8: ("step-00000008.h5", (8, "file")),
+        9: (None, (9, "memory")),
+    }
+    assert calls == [3, 4, 6, 7, 8, 9]
+    assert checkpoint.CheckpointManager(tmp_path, memory_every=1).load_latest(model=layer()).step == 8
+
+
+def test_a_version_in_memory_outlives_its_manager_and_an_error(tmp_path):
+    with pytest.raises(KeyError), checkpoint.CheckpointManager(tmp_path, memory_every=1) as manager:
+        manager.step(5, model=layer(5.0), config={"a": 1}, metrics={"loss": ([1], [0.5])})
+        raise KeyError
+    del manager
+    model = layer()
+    with checkpoint.CheckpointManager(tmp_path, memory_every=1) as manager:
+        info = manager.load_latest(model=model)
+    assert (info.step, info.source, info.config, os.listdir(tmp_path)) == (5, "memory", {"a": 1}, [])
+    assert torch.equal(model.weight, torch.full((2, 3), 5.0))
+    assert windows.held_bytes() == 0
+
+
+def test_an_error_on_all_ranks_keeps_versions_in_memory(tmp_path):
+    with pytest.raises(CheckpointError), checkpoint.CheckpointManager(tmp_path, memory_every=1) as manager:
+        manager.step(5, model=layer(5.0))
+        raise CheckpointError("of any kind").on_all_ranks()
+    assert checkpoint.CheckpointManager(tmp_path, memory_every=1).load_latest(model=layer()).step == 5
+    windows.drop()
+
+
+def test_another_model_is_refused_as_that_of_a_file(tmp_path):
+    with checkpoint.CheckpointManager(tmp_path, memory_every=1) as manager:
+        manager.step(1, model=layer())
+        with pytest.raises(CheckpointMismatchError):
+            manager.load_latest(model=nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("step", "arguments", "text"),
+    [
+        (1, {}, "a step needs its model"),
+        (1.5, {"model": layer()}, "step must be a whole number, not 1.5"),
+        (-1, {"model": layer()}, "step must be at least 0, not -1"),
+    ],
+)
+def test_a_wrong_step_is_named(tmp_path, step, arguments, text):
+    with pytest.raises(UsageError, match=text):
+        checkpoint.CheckpointManager(tmp_path, memory_every=1).step(step, **arguments)
