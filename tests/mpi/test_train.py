@@ -647,3 +647,31 @@ def test_another_optimizer_does_not_go_on_with_a_run(world, make_config):
     run(make_config(steps=2), world)
     with pytest.raises(UsageError, match="optimizer was adamw, now muon"):
         run(dataclasses.replace(make_config(steps=4), optimizer="muon"), world)
+
+
+def test_a_training_that_is_called_again_goes_on_from_memory(world, make_config, monkeypatch, caplog):
+    class Lost(Exception):
+        pass
+
+    plain, config = make_config("plain", every=0), make_config("memory", every=0)
+    run(plain, world)
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, memory_every=2))
+    step = loop.Trainer._train_step
+
+    def lose(trainer):
+        if trainer.step == 5:
+            raise Lost
+        return step(trainer)
+
+    with monkeypatch.context() as patch, pytest.raises(Lost):
+        patch.setattr(loop.Trainer, "_train_step", lose)
+        run(config, world)
+    with caplog.at_level("INFO", "hpcfsdp"):
+        outcome = run(config, world)
+    assert (outcome.step, outcome.checkpoint.name) == (8, "step-00000008.h5")
+    assert f"loaded memory step=4 ranks={world.size}" in caplog.text or world.rank
+    found = records(config)
+    assert [r["loss"] for r in found] == [r["loss"] for r in records(plain)]
+    assert all(r["memory"]["checkpoints_bytes"] > 0 for r in found[2:])
+    steps, _ = checkpoint.open_index(outcome.checkpoint).metrics["loss"]
+    assert steps.tolist() == list(range(1, 9))

@@ -80,13 +80,17 @@ class Trainer:
             keep_every=config.checkpoint.keep_every or None,
             asynchronous=config.checkpoint.asynchronous,
             on_saved=lambda saved: self.observed.checkpoint(saved) if self.observed is not None else None,
+            every=config.checkpoint.every or None,
+            every_s=config.checkpoint.every_s or None,
+            memory_every=config.checkpoint.memory_every or None,
         )
+        self.saved_config = asdict(config)
         self._resume()
         callbacks.before_save()
 
     def run(self) -> Outcome:
         """Train until the steps are done or the job has to stop; the newest checkpoint then holds every step."""
-        loop, every = self.config.train, self.config.checkpoint.every
+        loop = self.config.train
         last = min(loop.steps, self.step + loop.run_steps) if loop.run_steps else loop.steps
         if self.step >= last:
             log.warning("all %d steps are done already; raise train.steps to go on", loop.steps)
@@ -97,10 +101,8 @@ class Trainer:
                     while self.step < last and not stopped:
                         loss, norm, rate, tokens = self._train_step()
                         observed.step(loss=loss, reduce=False, tokens=tokens, grad_norm=norm, lr=rate)
-                        self.manager.step()
                         stopped = self.stop.requested(self.step)
-                        if self.step == last or stopped or (every and self.step % every == 0):
-                            self.save()
+                        self.save(now=self.step == last or stopped)
                 if stopped:
                     log.warning("stopped after step %d: %s; the checkpoint is complete", self.step, self.stop.reason)
                     observed.event("signal", reason=self.stop.reason)
@@ -115,19 +117,22 @@ class Trainer:
         finally:
             self.corpus.close()
 
-    def save(self) -> None:
-        """Save a checkpoint of the current step, unless parameters are not finite."""
+    def save(self, *, now: bool) -> None:
+        """Save checkpoints of the current step that are due, or a file `now`, unless parameters are not finite."""
+        given: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "config": self.saved_config}
+        given["extra"] = {"data": {"samples": self.step * self.config.train.batch, "corpus": self.split.fingerprint}}
+        if now:
+            self.manager.step()
+            with self.observed.paused():
+                self.newest = self.manager.save(self.step, metrics=self._before_file(), **given)
+        else:
+            self.newest = self.manager.step(self.step, metrics=self._before_file, **given) or self.newest
+
+    def _before_file(self) -> dict[str, tuple[list[int], list[float]]]:
+        """Check that a file may be written; return its curves."""
         self._check_finite()
-        with self.observed.paused():
-            self.callbacks.before_save()
-            self.newest = self.manager.save(
-                self.step,
-                model=self.model,
-                optimizer=self.optimizer,
-                extra={"data": {"samples": self.step * self.config.train.batch, "corpus": self.split.fingerprint}},
-                config=asdict(self.config),
-                metrics=self.observed.series(),
-            )
+        self.callbacks.before_save()
+        return self.observed.series()
 
     def _observe(self) -> observe.Run:
         """Return the figures of the steps that follow."""
@@ -241,7 +246,15 @@ class Trainer:
         elif path is not None and wanted != "auto" and Path(wanted) != path:
             # A job that the scheduler starts again has its first arguments: it must not start over.
             log.warning("the run has continued since %s: resuming from %s", wanted, path)
-        if path is None:
+        began = time.perf_counter()
+        try:
+            info = self.manager.load_latest(model=self.model, optimizer=self.optimizer, fresh=True)
+            if info is None and path is not None:
+                info = checkpoint.load(path, model=self.model, optimizer=self.optimizer, fresh=True)
+        except CheckpointError as error:
+            error.args = (f"{error}\nmove the file away to start without it, or choose another run_dir",)
+            raise
+        if info is None:
             ranks = f"{self.world.size} rank(s)"
             if self.mesh is not None:
                 sizes = zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True)
@@ -249,18 +262,10 @@ class Trainer:
             elements = count_elements(self.config.model)
             log.info("new run: %d parameters on %s, %s", elements, ranks, self.world.device.type)
             return
-        began = time.perf_counter()
-        try:
-            if path == self.newest:
-                info = self.manager.load_latest(model=self.model, optimizer=self.optimizer, fresh=True)
-            else:
-                info = checkpoint.load(path, model=self.model, optimizer=self.optimizer, fresh=True)
-        except CheckpointError as error:
-            error.args = (f"{error}\nmove the file away to start without it, or choose another run_dir",)
-            raise
-        self.step, self.newest = info.step, info.path
-        seconds = time.perf_counter() - began
-        checkpoint_log.info("loaded %s step=%d ranks=%d secs=%.2f", info.path, info.step, info.world_size, seconds)
+        self.step = info.step
+        self.newest = info.path if info.source == "file" else self.newest
+        source, seconds = info.path if info.source == "file" else info.source, time.perf_counter() - began
+        checkpoint_log.info("loaded %s step=%d ranks=%d secs=%.2f", source, info.step, info.world_size, seconds)
         set_options(self.optimizer, self.config.optim)
 
 

@@ -91,6 +91,11 @@ class CheckpointConfig:
 
     every: int = 200
     """Steps between checkpoints; one is always written at the end. 0: only at the end."""
+    every_s: float = 0.0
+    """Write one after so many seconds without, too. 0: not."""
+    memory_every: int = 0
+    """Steps between copies in the memory of other ranks and nodes, from which training goes on after ranks are lost. 0:
+    none."""
     keep_last: int = 0
     """How many of the newest to keep; older ones are removed when a new one is complete. 0: all."""
     keep_every: int = 0
@@ -164,6 +169,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("train.run_steps", "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every"),
+    *("checkpoint.every_s", "checkpoint.memory_every"),
     *("optim.warmup_steps", "optim.clip_norm", "optim.min_lr", "optim.weight_decay", "seed"),
     "observe.peak_flops",
 )
