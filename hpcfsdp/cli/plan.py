@@ -90,6 +90,7 @@ _WRITTEN = "written by a node in a second; default: 2GB"
 add("--node-disk", type=size_in_bytes, metavar="SIZE", default=2 * 10**9, help=_WRITTEN)
 add("--disk", type=size_in_bytes, metavar="SIZE", default=100 * 10**9, help="the same by all nodes; default: 100GB")
 add("--save-every", type=float, metavar="MINUTES", default=60.0, help="between checkpoints; default: 60")
+add("--memory-checkpoints", action="store_true", help="count the memory of CheckpointManager(memory_every=...)")
 add("--no-activations", action="store_true", help="plan parameters alone: do not run the model on the meta device")
 add("--plot", metavar="SVG", type=Path, help="draw memory and times (also .png or .pdf)")
 
@@ -152,7 +153,7 @@ def _request(options: argparse.Namespace) -> Request:
             links.within if options.link_within else measured.within,
             links.between if options.link_between else measured.between,
         )
-    source, accumulation = _source(options, per_node)
+    source, accumulation, in_memory = _source(options, per_node)
     compute = getattr(torch, _DTYPES[options.dtype or ("fp32" if options.path else "bf16")])
     param = getattr(torch, _DTYPES[options.param_dtype])
     reduce = getattr(torch, _DTYPES[options.reduce_dtype]) if options.reduce_dtype else None
@@ -163,6 +164,7 @@ def _request(options: argparse.Namespace) -> Request:
         optimizer=options.optimizer,
         offload=options.offload,
         accumulation=accumulation,
+        memory_copies=0 if not in_memory else 2 if options.ranks <= per_node else 4,
         granularity=options.granularity or 1,
         comm_options=CommOptions(
             sums_by=options.sums_by, separate_reductions=False if options.one_communicator else None
@@ -208,16 +210,16 @@ def _refuse_unused(options: argparse.Namespace, given: str) -> None:
         raise UsageError(f"plan: {names} has no effect with {where}: leave it out")
 
 
-def _source(options: argparse.Namespace, per_node: int) -> tuple[ModelSource, int]:
-    """Return the model, and the backwards in a step."""
+def _source(options: argparse.Namespace, per_node: int) -> tuple[ModelSource, int, bool]:
+    """Return the model, the backwards in a step, and whether there are checkpoints in memory."""
     from hpcfsdp.plan import models  # with torch
 
     batch, sequence = options.batch or 1, options.sequence or 4096
     wrap = tuple(filter(None, (options.wrap or "").split(",")))
-    accumulation = options.accumulation or 1
+    accumulation, in_memory = options.accumulation or 1, options.memory_checkpoints
     if options.path is not None:
         source, run = models.from_run(options.path, options.ranks, per_node)
-        accumulation = run.train.accumulation
+        accumulation, in_memory = run.train.accumulation, in_memory or run.checkpoint.memory_every > 0
     elif options.params is not None:
         sizes = {"width": options.width, "heads": options.heads, "vocabulary": options.vocabulary or 32000}
         shape = models.shape_of(options.params, options.layers, **sizes)
@@ -228,7 +230,7 @@ def _source(options: argparse.Namespace, per_node: int) -> tuple[ModelSource, in
         source = models.from_transformers(options.config, batch=batch, sequence=sequence, wrap=wrap)
     if options.no_activations:
         source = replace(source, loss_of=None, tokens=0, note="activations and computation are not counted")
-    return source, accumulation
+    return source, accumulation, in_memory
 
 
 def _print(proposal: Proposal) -> None:
@@ -281,6 +283,7 @@ def _print(proposal: Proposal) -> None:
 def _print_memory(best: Candidate) -> None:
     rest, peak, host = best.footprint.at_rest, best.footprint.peak, best.footprint.host
     kinds = {kind: (rest.bytes_by_kind[kind], size, host.get(kind, 0)) for kind, size in peak.bytes_by_kind.items()}
+    kinds |= {kind: (0, 0, size) for kind, size in host.items() if kind not in kinds}
     kinds["total"] = rest.nbytes, peak.nbytes, sum(host.values())
     columns = ["memory of the worst rank", "between steps", "peak", *(["host"] if host else [])]
     rows = [[kind, *map(readable_bytes, sizes)][: len(columns)] for kind, sizes in kinds.items()]

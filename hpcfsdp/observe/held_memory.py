@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hpcfsdp import _compat, accelerator
+from hpcfsdp.checkpoint.memory.windows import held_bytes
 from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.sharded_params import ShardedParams
 from hpcfsdp.params.storage import SharedBuffer
@@ -115,11 +116,13 @@ class Holdings:
     def figures(self, gathered: int) -> dict[str, int]:
         """Return bytes by kind, as a record has them; `gathered` come and go. Not collective."""
         self.look_at_optimizer()
+        held = held_bytes()
         return {
             "parameters_bytes": self.parameters,
             "gradients_bytes": self.gradients,
             "optimizer_bytes": self.optimizer,
             "gathered_bytes": gathered + self.shared,
+            **({"checkpoints_bytes": held} if held else {}),
         }
 
 

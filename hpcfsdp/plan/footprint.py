@@ -42,7 +42,7 @@ class Footprint:
 
     at_rest: Moment  # on the device between steps
     peak: Moment  # on the device when most is taken
-    host: Mapping[str, int]  # in host memory at its peak, under offload
+    host: Mapping[str, int]  # in host memory at its peak, under offload and with checkpoints in memory
     course: tuple[Moment, ...]  # the moments of a step with the most memory of each event, in order
 
 
@@ -111,6 +111,8 @@ class Replay:
         else:
             self._now["parameters"] += shards
             self._now["optimizer"] = state + scalars
+        if setup.memory_copies:  # replicas divide the work of saving
+            host["checkpoints"] = setup.memory_copies * -(-(shards + state) // setup.replicas)
         at_rest = self._moment("between steps")
         if setup.accumulation > 1 and not setup.offload:
             self._now["gradients"] = grads

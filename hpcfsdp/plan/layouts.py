@@ -52,6 +52,7 @@ class Setup:
     accumulation: int = 1  # backwards before a step, each of which reduces its gradients
     granularity: Granularity = 1  # what of each parameter stays on one rank, of the class
     comm_options: CommOptions = CommOptions()  # noqa: RUF009 (frozen)
+    memory_copies: int = 0  # of a rank's part of a checkpoint in host memory: 2 on one node, 4 on several; 0 for none
     nodes_of_shards: int = 1  # nodes over which the ranks of a copy lie, for reductions in 16 bits
 
     def __post_init__(self) -> None:

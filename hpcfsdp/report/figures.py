@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MOST_OTHERS = 6  # figures of numbers that only the run's own program knows
 MEDIANS = 60  # points of a line of medians
 MOST_RANKS = 8  # bars of ranks that were the slowest
-PARTS = ("parameters", "gradients", "optimizer", "gathered")
+PARTS = ("parameters", "gradients", "optimizer", "gathered", "checkpoints")
 
 
 def figures_of(run: RunFolder) -> list[Figure]:
@@ -231,6 +231,9 @@ def _memory(run: RunFolder, marks: Marks) -> Iterator[Figure]:
     series = run.series
     steps, peaks = series.points("memory.peak_bytes")
     parts = [(name, series.column(f"memory.{name}_bytes")) for name in PARTS]
+    _, capacity = series.points("memory.capacity_bytes")
+    if len(capacity):  # of a device: checkpoints are in host memory
+        parts.pop()
     parts = [(name, values) for name, values in parts if np.isfinite(values).any()]
     if not len(steps) and not parts:
         return
@@ -241,12 +244,11 @@ def _memory(run: RunFolder, marks: Marks) -> Iterator[Figure]:
         known = np.any([np.isfinite(values) for _, values in parts], axis=0)
         stack = np.nan_to_num(np.stack([values[known] for _, values in parts], axis=1))
         at, means = averaged(series.steps[known], stack)
-        handles += axes.stackplot(at, means.T, colors=[COLOURS[0], COLOURS[2], COLOURS[4], COLOURS[3]], linewidth=0)
+        handles += axes.stackplot(at, means.T, colors=[COLOURS[place] for place in (0, 2, 4, 3, 1)], linewidth=0)
         labels += [name for name, _ in parts]
     if len(steps):
         handles += axes.plot(*thinned(steps, peaks), color=INK, linewidth=1.6)
         labels.append("peak")
-    _, capacity = series.points("memory.capacity_bytes")
     if len(capacity):
         handles.append(axes.axhline(capacity[-1], color=COLOURS[1], linestyle=DASHES[1]))
         labels.append("capacity")

@@ -16,7 +16,7 @@ KNOWN = frozenset(
     "loss grad_norm lr seconds tokens tokens_per_s bytes_per_s flop_utilisation comm_share comm_share_max busy_s_mean "
     "busy_s_max restart straggler.rank straggler.behind_s memory.now_bytes memory.peak_bytes memory.peak_rank "
     "memory.parameters_bytes memory.gradients_bytes memory.optimizer_bytes memory.gathered_bytes "
-    "memory.capacity_bytes".split()
+    "memory.checkpoints_bytes memory.capacity_bytes".split()
 )
 MOST_OTHERS = 40  # columns beside the known ones
 

@@ -90,6 +90,13 @@ def test_offloaded_shards_are_in_host_memory():
     assert found.at_rest.nbytes == 8 * 512
 
 
+@pytest.mark.parametrize(("copies", "replicas"), [(2, 1), (4, 1), (4, 2)])
+def test_checkpoints_in_host_memory(copies, replicas):
+    strategy = "HYBRID_SHARD" if replicas > 1 else "FULL_SHARD"
+    found = footprint(model_of(8), Setup(strategy, 4, replicas, memory_copies=copies))
+    assert found.host == {"checkpoints": copies * 24 * MIB // replicas}  # parameters, and two values for each
+
+
 def test_later_backwards_find_gradients():
     one, two = (footprint(model_of(8), Setup(shards=4, accumulation=n)) for n in (1, 2))
     assert two.course[0].bytes_by_kind["gradients"] == 8 * MIB > one.course[0].bytes_by_kind["gradients"]

@@ -65,6 +65,19 @@ def test_restarts_and_checkpoints_are_marked(drawn, tmp_path):
     assert sorted(path.count("M") for path in paths.elements() if "L" in path) == [1, 8], "a restart, 8 checkpoints"
 
 
+@pytest.mark.parametrize("capacity", [False, True], ids=["CPU", "device"])
+def test_checkpoints_in_memory_are_shown_where_the_memory_is_that_of_the_host(tmp_path, capacity):
+    memory = {
+        "peak_bytes": 8,
+        "parameters_bytes": 2,
+        "checkpoints_bytes": 4,
+        **({"capacity_bytes": 9} if capacity else {}),
+    }
+    write_lines(tmp_path / "metrics.jsonl", [{"step": step, "loss": 2.0, "memory": memory} for step in (1, 2)])
+    (drawn,) = (figure for figure in figures_of(read_run(tmp_path)) if figure.name == "memory")
+    assert ("checkpoints" in drawn.svg) is not capacity
+
+
 def test_long_runs_have_small_figures_that_keep_the_extremes(tmp_path):
     records = [{"step": step, "loss": 2.0, "seconds": 1.0} for step in range(1, 50_001)]
     records[31_415]["loss"] = 77.5
