@@ -432,6 +432,11 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return all process groups of torch.distributed that this process is in."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
 """Sets the compiler of called functions, None for none. Returns the compiler before."""
 

@@ -13,6 +13,7 @@ _WAIT_LOG_S = "HPCFSDP_WAIT_LOG_S"
 _HANG_S = "HPCFSDP_HANG_S"
 _REGISTERED_MEMORY = "HPCFSDP_REGISTERED_MEMORY"
 _PROGRESS_THREAD = "HPCFSDP_PROGRESS_THREAD"
+_GOES_ON = "OMPI_MCA_mpi_ft_enable"
 _OF_THE_LIBRARY = (_WAIT_LOG_S, _HANG_S, _REGISTERED_MEMORY, _PROGRESS_THREAD)
 """Variables with the prefix that are not part of a command's configuration."""
 
@@ -65,7 +66,7 @@ _DIAGNOSTIC = (
     *_LAUNCHER_RANKS,
     *("MASTER_ADDR", "MASTER_PORT", "MPI4PY_RC_THREAD_LEVEL"),
     *("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMP_NUM_THREADS"),
-    *("SLURM_JOB_ID", "SLURM_MPI_TYPE", "SLURM_STEP_ID"),
+    *("SLURM_JOB_ID", "SLURM_MPI_TYPE", "SLURM_STEP_ID", _GOES_ON),
 )
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables for the devices that a process sees, which may differ between ranks."""
@@ -99,8 +100,13 @@ def launcher_rank() -> int | None:
 
 
 def launcher_ends_all() -> bool:
-    """Return whether the launcher ends all processes as soon as one fails. Open MPI's does."""
-    return "OMPI_COMM_WORLD_RANK" in os.environ
+    """Return whether the launcher ends all processes as soon as one fails. Open MPI's does, unless it goes on."""
+    return "OMPI_COMM_WORLD_RANK" in os.environ and not goes_on_after_loss()
+
+
+def goes_on_after_loss(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether Open MPI goes on after a process has died: ``mpirun --with-ft ulfm`` sets this for its ranks."""
+    return environ.get(_GOES_ON, "").lower() in ("1", "true", "yes", "t", "y")
 
 
 def started_by_srun() -> bool:

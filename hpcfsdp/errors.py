@@ -5,7 +5,7 @@ import difflib
 import heapq
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from hpcfsdp.text.terminal import shown_lines
@@ -73,6 +73,33 @@ class HangError(CommunicationError):
 
     exit_code = 76
     kind = "hang"
+
+
+class RankLostError(CommunicationError):
+    """Processes of other ranks have ended, or were ended because they hung. Every rank that lives raises it.
+
+    ``hpcfsdp.resilient`` goes on without them. The exit code asks the scheduler to start the job again.
+
+    Attributes:
+        ranks: the lost ranks of the world, ascending.
+        hosts: the node of each.
+        waited_for: what this rank did when it found out: a collective, with its public call.
+    """
+
+    exit_code = 75
+    kind = "lost"
+
+    ranks: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    waited_for = ""
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], hosts: Sequence[str], waited_for: str, why: str = "") -> "RankLostError":
+        """Return the error about `ranks` on `hosts`; `why` says why the job does not go on without them."""
+        named = ", ".join(f"{rank} on {host}" for rank, host in zip(ranks, hosts, strict=True))
+        made = cls(f"lost rank(s) {named}, noticed in {waited_for}" + (f": {why}" if why else ""))
+        made.ranks, made.hosts, made.waited_for = tuple(ranks), tuple(hosts), waited_for
+        return made
 
 
 class DataError(HpcfsdpError):

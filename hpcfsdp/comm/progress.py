@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hpcfsdp import _compat, timeline
-from hpcfsdp.errors import CommunicationError, CrossedCallsError, HangError
-from hpcfsdp.hang import calls, events, waits, watch as hang
+from hpcfsdp.errors import CommunicationError, CrossedCallsError, HangError, RankLostError
+from hpcfsdp.hang import calls, events, lost, waits, watch as hang
 from hpcfsdp.hang.waits import LongWait, named
 
 log = logging.getLogger("hpcfsdp.comm")
@@ -75,6 +75,7 @@ class Running:
     def is_completed(self) -> bool:
         advance_all()  # others, too: this one may wait for a rank that waits for one of them
         self._advance()
+        self._check_lost()
         return self.done
 
     @property
@@ -148,6 +149,7 @@ class Running:
                 continue
             os.sched_yield()
             if polls % _CLOCK_EVERY == 0:
+                self._check_lost()
                 yield time.monotonic() - began_s
 
     @_compat.outside_of_modes
@@ -191,10 +193,26 @@ class Running:
     def _explain(self, watcher: hang.Watcher, waited_s: float) -> None:
         """Write a report about the hang, and end with an error unless the others have come meanwhile."""
         path = watcher.explain(f"has waited {waited_s:.0f} s in {self.label}")
+        if lost.current is not None:  # that watcher, and those of other nodes, have ended the ranks that hang
+            until_s = time.monotonic() + lost.REPORTED_WITHIN_S
+            while not self.done and time.monotonic() < until_s:
+                time.sleep(_SLEEP_S)
+                self._advance()
+                self._check_lost()
         self._advance()
         where = f"{path} says where each rank is" if path is not None else "the log says why there is no report"
         text = f"the job hangs; {where}. HPCFSDP_HANG_S sets the time, where ranks are this slow"
         self._give_up(lambda missing: f"waited {waited_s:.0f} s for {named(missing)}: {text}", HangError)
+
+    def _check_lost(self) -> None:
+        """End with an error if ranks have died: no rank goes on with this world."""
+        try:
+            if not self.done:
+                lost.check(self.label)
+        except RankLostError as error:
+            with self._stepping:
+                if not self.done:
+                    self._finish(error)
 
     def _check_departed(self) -> None:
         if departed := self.owner.departed():
@@ -277,6 +295,16 @@ def complete(owner: object) -> None:
                     errors.append(error)
     if errors:
         raise errors[0]
+
+
+def abandon() -> None:
+    """Not collective. End all collectives in progress with an error: ranks that take part were lost."""
+    for work in tuple(_in_progress):
+        work._error_is_raised = True  # no caller may come
+        with work._stepping:
+            if not work.done:
+                work._finish(CommunicationError(f"{work.label} on rank {work._rank}: ranks were lost before its end"))
+    _threads.clear()
 
 
 _ended = threading.Event()

@@ -21,7 +21,7 @@ from hpcfsdp.comm.communicator import CommOptions, Communicator
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.reduce import OptionalTensors, Reduction, Tensors, divide_, reduce_rows
 from hpcfsdp.errors import DifferentCallsError
-from hpcfsdp.hang import events
+from hpcfsdp.hang import events, lost
 from hpcfsdp.launch.topology import Topology
 
 log = logging.getLogger("hpcfsdp.comm")
@@ -69,6 +69,10 @@ class TorchGroupCommunicator(Communicator):
 
     def __repr__(self) -> str:
         return f"TorchGroupCommunicator({dist.get_backend(self.group)}, rank={self.rank}, size={self.size})"
+
+    def _check(self, label: str, *tensors: Tensor, written: Tensors = ()) -> None:
+        lost.check(label)
+        super()._check(label, *tensors, written=written)
 
     def choosing(self, options: CommOptions) -> TorchGroupCommunicator:
         if options == self._options:

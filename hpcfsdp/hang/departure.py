@@ -32,8 +32,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hpcfsdp import env
-from hpcfsdp.errors import HpcfsdpError
-from hpcfsdp.hang import tracebacks
+from hpcfsdp.errors import HpcfsdpError, RankLostError
+from hpcfsdp.hang import lost, tracebacks
 from hpcfsdp.text.terminal import shown_lines
 
 log = logging.getLogger("hpcfsdp.job")
@@ -42,6 +42,7 @@ OUTPUT_GRACE_S = 0.5  # seconds between the output and an abort: launchers drop 
 GRACE_S = 4.0
 TELL_AFTER_S = 1.0
 LOOK_EVERY_S = 1.0  # seconds between two looks whether the launcher lives
+_LOOK_EVERY_IF_IT_GOES_ON_S = 0.1
 TOLD_BY_ONE = 128
 """A rank that exits early notifies so many others, and each of them as many more, once it waits or exits itself."""
 _TAG = 1
@@ -167,7 +168,11 @@ def end_job(message: str, exit_code: int, show: Callable[[], Any] = lambda: None
             time.sleep(OUTPUT_GRACE_S)
     finally:  # also after Ctrl-C
         if not MPI.Is_finalized():
-            if _launcher_sees_exit():  # which names the rank that ended, in fewer lines than after MPI_Abort
+            if lost.current is not None:
+                lost.current.end_others(exit_code & 0xFF or 1)
+            # The launcher names the rank that ended, in fewer lines than after MPI_Abort. Where all others have died it
+            # forgets the code of an abort.
+            if _launcher_sees_exit() or (lost.current is not None and lost.current.is_alone):
                 os._exit(exit_code & 0xFF or 1)
             MPI.COMM_WORLD.Abort(exit_code & 0xFF or 1)
 
@@ -216,10 +221,15 @@ class Departures:
 
     def receive(self) -> set[int]:
         """Not collective. Receive what has arrived, and pass it on. Return ``gone``."""
-        while (message := self.comm.Improbe(tag=_TAG)) is not None:
-            message.Recv(left := array("i", [0]))
-            self.gone.add(left[0])
-            self.notify(left[0])
+        from mpi4py import MPI
+
+        try:
+            while (message := self.comm.Improbe(tag=_TAG)) is not None:
+                message.Recv(left := array("i", [0]))
+                self.gone.add(left[0])
+                self.notify(left[0])
+        except MPI.Exception as error:  # of a receive from any rank, once one has died
+            lost.translate(error, "the end of other ranks")
         return self.gone
 
     def complete(self, has_left: bool) -> None:
@@ -244,6 +254,13 @@ def install(comm: Any) -> None:
     atexit.register(_leave)
 
 
+def move_to(comm: Any) -> None:
+    """Not collective. From now on ranks notify each other over `comm`, of all that live: others were lost."""
+    global _departures
+    if _departures is not None:
+        _departures = Departures(comm)
+
+
 def watch_launcher() -> None:
     """Not collective. From now on this process gets SIGTERM when its parent dies; may be called again.
 
@@ -262,10 +279,11 @@ def is_orphan() -> bool:
 
 def _await_orphanhood() -> None:
     # Not PR_SET_PDEATHSIG: it is sent as soon as the thread ends that has started the process.
+    goes_on = lost.current is not None  # without this rank: the others take it for dead
     while not is_orphan():
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(_LOOK_EVERY_IF_IT_GOES_ON_S if goes_on else LOOK_EVERY_S)
     log.error("the launcher of this rank (process %d) has died: this rank stops", _parent)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGKILL if goes_on else signal.SIGTERM)
 
 
 def departed() -> set[int]:
@@ -297,19 +315,33 @@ def _leave() -> None:
     alive = _last() if _last is not None else None
     exits_with = _code or (_code_of(alive) if alive is not None else 0)
     code = 0 if is_clean else exits_with
-    arrival, began_s, has_left = _departures.comm.Ibarrier(), time.monotonic(), False
+    try:
+        orphaned = _arrive_together(_departures, code)
+    except (MPI.Exception, RankLostError) as error:
+        log.error("other ranks have died at the end of the program: %s", error)
+        orphaned = True
+    # MPI_Finalize would wait for the launcher, and may for the dead.
+    if orphaned or (lost.current is not None and lost.current.dead()):
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(exits_with)
+
+
+def _arrive_together(departures: Departures, code: int) -> bool:
+    """Wait until all ranks end, this one with an error `code`. Return whether one has lost its launcher. Collective."""
+    from mpi4py import MPI
+
+    arrival, began_s, has_left = departures.comm.Ibarrier(), time.monotonic(), False
     while not arrival.Test():
+        lost.check("the end of the program")
         waited_s = time.monotonic() - began_s
         if code and waited_s > GRACE_S:
             abort(f"left the program with exit code {code}, while other ranks still run", code)
         if waited_s > TELL_AFTER_S and not has_left and not code:
             has_left = True
-            _departures.notify(_departures.comm.rank)
-        _departures.receive()
+            departures.notify(departures.comm.rank)
+        departures.receive()
         time.sleep(0.001)
-    _departures.complete(has_left)
-    if _departures.comm.allreduce(is_orphan(), MPI.MAX):
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(exits_with)
+    departures.complete(has_left)
+    return departures.comm.allreduce(is_orphan(), MPI.MAX)

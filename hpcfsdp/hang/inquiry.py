@@ -26,7 +26,7 @@ FOLDER = "hang"
 _FORGOTTEN_S = 120.0
 """A request of this age belongs to someone who has been killed; one from so far in the future, to a wrong clock."""
 _NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
-_REQUEST = {"name": str, "job": str, "reason": str, "asked_s": (float, int)}
+_REQUEST = {"name": str, "job": str, "reason": str, "asked_s": (float, int), "ends": bool}
 _MOST_REQUEST_BYTES, _MOST_ANSWER_BYTES = 1 << 14, 1 << 24
 
 
@@ -38,6 +38,7 @@ class HangRequest:
     job: str  # whose nodes answer; "" for all jobs that use the folder
     reason: str  # who asks, and why
     asked_s: float  # since the epoch
+    ends: bool = False  # whether nodes end their ranks that hang, where the job goes on without them
 
     @property
     def is_current(self) -> bool:
@@ -53,12 +54,12 @@ class Inquiry:
         self.folder = run_dir / FOLDER
         self._has_warned = False
 
-    def ask(self, job: str, reason: str) -> tuple[HangRequest, bool]:
+    def ask(self, job: str, reason: str, *, ends: bool = False) -> tuple[HangRequest, bool]:
         """Return a request, and whether it is new. Raises OSError where the folder is of another, or not writable."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         now_s = time.time()
         name = time.strftime("%Y-%m-%dT%H-%M-%SZ-", time.gmtime(now_s)) + secrets.token_hex(2)
-        mine = HangRequest(name, job, reason, now_s)
+        mine = HangRequest(name, job, reason, now_s, ends)
         with safe_files.own_folder(self.folder, make=True) as folder:
             try:
                 with safe_files.create(f".{name}", folder=folder) as file:

@@ -170,6 +170,14 @@ def key_of(member: Any, world_ranks: Sequence[int]) -> Any:
     return key
 
 
+def forget() -> None:
+    """Not collective. Forget all communicators and waits: the next world has other processes, which know of none."""
+    _members.clear()
+    _made.clear()
+    _raised_with.clear()
+    _board.read, _board.written = {}, None
+
+
 def register(key: Any, member: Any) -> None:
     """Not collective. Answer ranks that wait for this one in a call of `member`. `key` is the same on all ranks.
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp.hang import events, report, stacks
+from hpcfsdp.hang import events, lost, report, stacks
 from hpcfsdp.hang.inquiry import HangRequest, Inquiry
 
 log = logging.getLogger("hpcfsdp.hang")
@@ -22,6 +22,7 @@ _ASK_EVERY_S = 5.0
 _ANSWER_S = 20.0  # how long to wait for the answers of other nodes: longer than it takes their second rank to look
 
 _MOST_S = 60.0  # how long a report may take at most
+_BEAT_S = 0.1  # how often a rank that waits for a report shows that it does not hang itself
 
 Probe = Callable[[float], tuple[float, str] | None]
 """How long, in seconds, a device has waited, and where; None if it does not, or no longer than the given seconds."""
@@ -54,6 +55,7 @@ class Watcher:
         self._seat, self._inquiry, self._end_job, self._traces = seat, Inquiry(run_dir), end_job, traces
         self._local = seat.nodes[seat.node].index(seat.rank)
         self._answered: set[str] = set()
+        self._began_s = time.time()  # a report from before is of another world, in which ranks were lost
         self._probes: list[weakref.WeakMethod[Probe]] = []
         self._watches_devices = False
         self._fd = stacks.arm()
@@ -92,7 +94,11 @@ class Watcher:
         # A thread, that it can be left: this one must end the job though the folder is on a file system that stalls.
         worker = threading.Thread(target=lambda: found.append(self._explain(reason, anew)), daemon=True)
         worker.start()
-        worker.join(_MOST_S)
+        until_s = time.monotonic() + _MOST_S
+        while worker.is_alive() and time.monotonic() < until_s:
+            worker.join(_BEAT_S)
+            if lost.current is not None:
+                lost.current.beat()
         if not found:
             log.error("no report about a hang: %s does not answer within %d s", self._inquiry.folder, _MOST_S)
         return found[0] if found else None
@@ -100,12 +106,14 @@ class Watcher:
     def _explain(self, reason: str, anew: bool) -> Path | None:
         seat, is_new = self._seat, False
         try:
-            written = None if anew else self._inquiry.latest_report(seat.job, time.time() - _ANSWER_S)
+            written = (
+                None if anew else self._inquiry.latest_report(seat.job, max(self._began_s, time.time() - _ANSWER_S))
+            )
             if written is not None:
                 return written
-            request, is_new = self._inquiry.ask(seat.job, f"rank {seat.rank} {reason}")
+            request, is_new = self._inquiry.ask(seat.job, f"rank {seat.rank} {reason}", ends=not anew)
             path = self._inquiry.report_path(request, seat.job)
-            self._answer(request)
+            self._answer(request, waits=True)
             until_s = time.monotonic() + _ANSWER_S
             while time.monotonic() < until_s and len(self._answers(request)) < len(seat.nodes) and not path.exists():
                 time.sleep(0.05)
@@ -169,12 +177,14 @@ class Watcher:
             path = self.explain(reason)
             self._end_job(f"{reason}: see {path}" if path else reason)
 
-    def _answer(self, request: HangRequest) -> None:
-        """Answer for this node, unless another of its ranks does."""
+    def _answer(self, request: HangRequest, *, waits: bool = False) -> None:
+        """Answer for this node, unless another of its ranks does. This rank may be the one that `waits`."""
         seat, is_known = self._seat, request.name in self._answered
         self._answered.add(request.name)
         if not is_known and self._inquiry.claim(request, seat.job, seat.node):
             self._inquiry.answer(request, seat.job, seat.node, self._look_at_node())
+            if request.ends and lost.current is not None:
+                lost.current.end_hung(self.limit_s, but_this=waits)
 
     def _look_at_node(self) -> dict[str, Any]:
         seat, local = self._seat, self._seat.nodes[self._seat.node]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import os
 import re
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
 from hpcfsdp.errors import LaunchError
-from hpcfsdp.hang import departure
+from hpcfsdp.hang import departure, lost
 from hpcfsdp.launch import signals
 from hpcfsdp.launch.topology import Topology
 
@@ -126,9 +125,24 @@ def check_torchrun(size: int) -> None:
         )
 
 
-@functools.cache
+_job: Job | None = None
+
+
 def current_job() -> Job:
     """Start MPI, find the nodes, install the abort hooks. Collective over all processes of the job, the first time."""
+    global _job
+    if _job is None:
+        _job = _start()
+    return _job
+
+
+def replace(job: Job) -> None:
+    """Not collective. Make `job` that of this process: of the ranks that live, after others were lost."""
+    global _job
+    _job = job
+
+
+def _start() -> Job:
     mpi = load_mpi()
     comm = mpi.COMM_WORLD.Dup()
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)
@@ -143,6 +157,8 @@ def current_job() -> Job:
         departure.watch_launcher()
     if comm.size > 1:
         _warn_of_forks(mpi)
+        if env.goes_on_after_loss():
+            lost.current = lost.Watch(comm, range(comm.size), [""] * comm.size)
     else:
         try:
             check_step()

@@ -85,10 +85,11 @@ class RunLock:
         self._thread = threading.Thread(target=self._beat, name="hpcfsdp-run-lock", daemon=True)
         self._removal_logged = False
 
-    def acquire(self, *, by_force: bool = False) -> None:
+    def acquire(self, *, by_force: bool = False, alone: bool = False) -> None:
         """Lock the folder, or raise UsageError if another job holds it, unless it is taken `by_force`.
 
-        Create it if it is missing. May wait ``SILENT_S`` to see whether another holder runs.
+        Create it if it is missing. May wait ``SILENT_S`` to see whether another holder runs. No other job comes for it
+        meanwhile if this one is `alone`.
         """
         while not self._create():
             found = _read(self.path)
@@ -103,7 +104,8 @@ class RunLock:
             log.warning(text, self.path)
             if _read(self.path) == found:  # otherwise a job that came at the same time has taken it
                 self.path.unlink(missing_ok=True)
-            time.sleep(LOOK_S)  # a job that has just found the same holder must not remove what is created now
+            if not alone:
+                time.sleep(LOOK_S)  # a job that has just found the same holder must not remove what is created now
             by_force = False  # a job that comes first keeps it
         self._thread.start()
 

@@ -16,6 +16,7 @@ EXIT_CODES = {
     "DifferentCallsError": 1,
     "CrossedCallsError": 1,
     "HangError": 76,
+    "RankLostError": 75,
     "DataError": 1,
     "EngineError": 1,
     "StateDictError": 1,

@@ -12,6 +12,7 @@ PICKLES = {
     "hpcfsdp.bench.scale": "of this process",
     "hpcfsdp.checkpoint.memory.windows": "memory and messages of ranks",
     "hpcfsdp.comm.mpi.communicator": "messages of ranks",
+    "hpcfsdp.comm.mpi.part_comm": "messages of ranks",
     "hpcfsdp.state.optim.compare": "messages of ranks",
     "hpcfsdp.state.optim.values": "of this process",
     "hpcfsdp.state.rank0": "messages of ranks",

@@ -21,12 +21,14 @@ from hpcfsdp.comm.communicator import Communicator, Work, check_list, check_peer
 from hpcfsdp.comm.mpi import exchange, shared, staged
 from hpcfsdp.comm.mpi.messages import MessageMatcher, MpiCall, Requests
 from hpcfsdp.comm.mpi.node_memory import NodeMemory, memory_at, memory_bytes, share
+from hpcfsdp.comm.mpi.part_comm import PartComm
 from hpcfsdp.comm.mpi.shared import NodeView
 from hpcfsdp.comm.progress import Running, Steps, complete, run
 from hpcfsdp.comm.reduce import OptionalTensors, ReduceOp, Reduction, Tensors
 from hpcfsdp.errors import CommunicationError, CrossedCallsError, DifferentCallsError
-from hpcfsdp.hang import calls, departure
+from hpcfsdp.hang import calls, departure, lost
 from hpcfsdp.hang.waits import key_of
+from hpcfsdp.launch.job import current_job
 from hpcfsdp.launch.topology import Topology
 
 _TAGS = 1 << 13
@@ -45,7 +47,7 @@ class MpiCommunicator(Communicator):
 
     def __init__(
         self,
-        comm: MPI.Intracomm,
+        comm: MPI.Intracomm | PartComm,
         topology: Topology | None = None,
         *,
         timeout_s: float = 1800.0,
@@ -70,12 +72,9 @@ class MpiCommunicator(Communicator):
         self._matcher = MessageMatcher(comm, _TAG_MISMATCH)
         self.calls = 0  # collectives that this rank has begun, the same number on all ranks
         self._labels: list[str | None] = [None] * _STORED_LABELS  # of the last calls
-        members, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-        self.world_ranks = tuple(MPI.Group.Translate_ranks(members, range(comm.size), world))
-        members.Free()
-        world.Free()
+        self.world_ranks = _ranks_in_job(comm)
         self.key = key_of(self, self.world_ranks)
-        self._closed = False
+        self._closed, self._generation = False, lost.generation
         self._node: MPI.Intracomm | None = None
         self._allocated: dict[int, NodeMemory] = {}  # by address
         self._staging = staged.StagingMemory()
@@ -267,6 +266,8 @@ class MpiCommunicator(Communicator):
 
     def close(self) -> None:
         """Complete collectives in progress, free all memory, and refuse further calls. Collective over its ranks."""
+        if self._generation != lost.generation:
+            self.abandon()
         if self._closed:
             return
         try:
@@ -360,6 +361,12 @@ class MpiCommunicator(Communicator):
                 f"{label} on rank {self.rank}: this process was forked from a rank, and MPI does not work in it; start "
                 "processes with the 'spawn' method, and leave communication to the ranks"
             )
+        if self._generation != lost.generation:
+            raise CommunicationError(
+                f"{label} on rank {self.rank}: this communicator is of the world before ranks were lost; make the "
+                "model, the optimizer and all groups within the function that hpcfsdp.resilient calls"
+            )
+        lost.check(label)
         if self._closed:
             raise CommunicationError(
                 f"{label} on rank {self.rank}: the communicator has been closed (hpcfsdp.finalize, or its process "
@@ -385,8 +392,21 @@ def _pickled(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
 
 
-def create_group(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
+def _ranks_in_job(comm: MPI.Intracomm | PartComm) -> tuple[int, ...]:
+    """Return the rank in the job of each rank of `comm`. Not collective."""
+    if isinstance(comm, PartComm):
+        return comm.ranks_in(current_job().comm)
+    members, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    found = MPI.Group.Translate_ranks(members, range(comm.size), world)
+    members.Free()
+    world.Free()
+    return tuple(found)
+
+
+def create_group(comm: MPI.Intracomm | PartComm, ranks: Sequence[int]) -> MPI.Intracomm | PartComm:
     """Create a communicator of these. Collective over `ranks`, ascending ranks of `comm`."""
+    if isinstance(comm, PartComm):
+        return comm.part(ranks)
     group = comm.Get_group()
     members = group.Incl(ranks)
     # The tag separates creations at the same time, with the members.

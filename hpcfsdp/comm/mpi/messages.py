@@ -11,6 +11,7 @@ message, more in messages of their own.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import struct
@@ -27,6 +28,7 @@ from torch import Tensor
 from hpcfsdp.comm.mpi.node_memory import decode_label, fit_label
 from hpcfsdp.comm.progress import Condition
 from hpcfsdp.errors import CommunicationError, DifferentCallsError
+from hpcfsdp.hang import lost
 
 _NUMBERS = struct.Struct("<qqQ")  # the number of the call, the bytes of the tensor, a hash of what must be equal
 _LABEL_BYTES = 192
@@ -42,6 +44,15 @@ _POLLED_MISMATCHES = 64  # polls in vain after which a rank asks whether another
 
 abandoned: list[Any] = []
 """Requests that a failed collective left pending, with their tensors: MPI may use these until the program ends."""
+
+
+def settle() -> None:
+    """Not collective. Forget the requests of failed collectives, after all messages have been received or dropped."""
+    while abandoned:
+        requests, *_ = abandoned.pop()
+        for request in [each[0] for each in requests] if isinstance(requests, list) else [requests]:
+            with contextlib.suppress(MPI.Exception):  # of a rank that was lost
+                request.Test()
 
 
 def _parts(tensor: Tensor) -> Iterator[list[Any]]:
@@ -379,6 +390,7 @@ class Requests:
             is_complete = self._test()
         except MPI.Exception as error:
             self.cancel()
+            lost.check(self._call.label)
             where = f"{self._call.label} on rank {self._matcher.rank}"
             raise CommunicationError(f"{where}: {error.Get_error_string()}") from None
         if not is_complete:

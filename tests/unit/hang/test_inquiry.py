@@ -12,7 +12,7 @@ from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.hang import report
 from hpcfsdp.hang.inquiry import HangRequest, Inquiry
 
-SOUND = {"name": "q", "job": "", "reason": "x", "asked_s": 0}
+SOUND = {"name": "q", "job": "", "reason": "x", "asked_s": 0, "ends": False}
 ANSWER = {"job": "7", "node": 0, "num_nodes": 1, "size": 1, "ranks": []}
 WAIT = {"since_s": 1.0, "label": "gather", "call": "save", "missing": [1], "num_missing": 1}
 RANK = {
@@ -130,6 +130,7 @@ def hostile(folder, **changed):
         *({"name": name} for name in ("", "..", "../x", "/tmp/x", "a/b", "a.b", "a\0b", "ä", "x" * 65, 5, None, ["q"])),
         *({"job": job} for job in ("8", "7", None, "../7")),
         *({"asked_s": value} for value in ("0", None, True)),
+        {"ends": 1},
         {"reason": None},
         {"more": 1},
     ],

@@ -37,7 +37,7 @@ def test_a_report_is_written_and_nothing_else_stays(make, tmp_path):
 
 def test_a_folder_that_does_not_answer_holds_up_nobody(make, monkeypatch, caplog):
     monkeypatch.setattr(watch, "_MOST_S", 0.2)
-    monkeypatch.setattr(Inquiry, "ask", lambda *_: time.sleep(2.0))
+    monkeypatch.setattr(Inquiry, "ask", lambda *_, **__: time.sleep(2.0))
     began_s = time.monotonic()
     assert make().explain("has waited") is None
     assert time.monotonic() - began_s < 1.9

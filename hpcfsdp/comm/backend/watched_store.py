@@ -1,0 +1,55 @@
+"""torch's store, where the job outlives ranks: who waits in it for a key of a rank that has died raises."""
+
+import datetime
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from hpcfsdp.hang import lost
+
+_PAUSE_S = 0.005
+
+
+class WatchedStore(dist.Store):
+    """A store that waits for keys by asking again and again. Messages of torch go through the methods named here."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+        self.port = store.port
+
+    def get(self, key: str) -> bytes:
+        self._await([key], self.timeout)
+        return self._store.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._await(keys, self.timeout)
+        return self._store.multi_get(keys)
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        self._await(keys, self.timeout if timeout is None else timeout)
+
+    def _await(self, keys: list[str], timeout: datetime.timedelta) -> None:
+        until_s = time.monotonic() + timeout.total_seconds()
+        while not self._store.check(keys):
+            lost.check(f"torch's store, for {', '.join(keys)}")
+            if time.monotonic() > until_s:
+                raise dist.DistStoreError(f"waited {timeout.total_seconds():g} s in the store for {', '.join(keys)}")
+            time.sleep(_PAUSE_S)
+
+
+def _pass_on(name: str) -> Callable[..., Any]:
+    def method(self: WatchedStore, *arguments: Any) -> Any:
+        return getattr(self._store, name)(*arguments)
+
+    return method
+
+
+# torch's C++ code looks for two of them by other names.
+for _name in ("set", "compare_set", "add", "check", "append", "multi_set", "has_extended_api", "queue_push"):
+    setattr(WatchedStore, _name, _pass_on(_name))
+for _theirs, _name in (("deleteKey", "delete_key"), ("getNumKeys", "num_keys")):
+    setattr(WatchedStore, _theirs, _pass_on(_name))
+    setattr(WatchedStore, _name, _pass_on(_name))
