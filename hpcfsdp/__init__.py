@@ -12,6 +12,7 @@ from hpcfsdp._version import __version__
 _PUBLIC = {
     **{name: f"hpcfsdp.{name}" for name in "checkpoint errors fsdp fsdp2 mpi observe optim wrap".split()},
     **dict.fromkeys(("World", "init", "finalize"), "hpcfsdp.world"),
+    "resilient": "hpcfsdp.resilience.run",
     **dict.fromkeys(("Preemption", "exit_requeue", "preemption"), "hpcfsdp.preempt"),
     **dict.fromkeys(("param_groups", "param_info"), "hpcfsdp.api.param_info"),
     "FullyShardedDataParallel": "hpcfsdp.fsdp",

@@ -49,6 +49,7 @@ class Preemption:
         self._every = 1
         self._asked_s: float | None = None
         self._longest_s = 0.0  # the longest time between two calls: a step, and mostly a checkpoint
+        self._world: World | None = None  # in which the ranks have asked each other
         self._asked: tuple[torch.Tensor, Work | None] | None = None  # what the ranks ask each other in the background
 
     def __enter__(self) -> Preemption:
@@ -82,11 +83,14 @@ class Preemption:
             LaunchError: there is no world: call ``hpcfsdp.init()`` first.
             CommunicationError: ranks ask for different steps.
         """
-        if self.reason or step == self._step:
-            return bool(self.reason)
         world = current_world()
+        if self.reason or (step == self._step and world is self._world):
+            return bool(self.reason)
         if world is None:
             raise LaunchError("stop.requested: call hpcfsdp.init() first")
+        if world is not self._world:  # ranks were lost, and others have taken their places: all begin anew
+            self._world, self._asked, self._asked_s = world, None, None
+            self._since, self._every = 0, 1
         self._step = step
         events.ring.note(events.STEP, str(step))
         now_s = time.monotonic()

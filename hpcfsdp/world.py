@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hpcfsdp import env
 from hpcfsdp.errors import CommunicationError, HangError, LaunchError, nearest
-from hpcfsdp.hang import departure, events, watch as hang
+from hpcfsdp.hang import departure, events, lost, watch as hang
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.launch import together
 from hpcfsdp.launch.job import DEFAULT_TIMEOUT_S, Job, check_torchrun, current_job
@@ -69,6 +69,8 @@ class World:
     """The arguments of ``init``."""
     made_process_group: bool
     """Whether ``init`` created the process group, so that ``finalize`` destroys it."""
+    store: Any = None
+    """The store of that process group, which rank 0 serves."""
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -130,7 +132,8 @@ class World:
 
 
 _world: World | None = None
-_before_finalize: list[Callable[[], None]] = []
+_lookout: lost.Lookout | None = None  # where the device is an accelerator, and the job outlives ranks
+_before_finalize: list[tuple[Callable[[], None], Callable[[], None]]] = []
 
 
 def current_world() -> World | None:
@@ -173,7 +176,7 @@ def init(
             differ in arguments, kinds of device or versions, `run_dir` cannot be made, ``init`` was called before with
             other arguments, or torch.distributed was initialised before with another number of ranks.
     """
-    global _world
+    global _world, _lookout
     settings = _Settings(None if device is None else str(device), backend, timeout_s, split_nodes)
     if _world is not None:
         if settings not in (_Settings(), _world.settings):
@@ -191,6 +194,7 @@ def init(
 
     from hpcfsdp.comm import progress, torch_group  # this and the next load torch, after MPI: Cray needs this order
     from hpcfsdp.comm.backend import process_group as hpcmpi
+    from hpcfsdp.comm.backend.watched_store import WatchedStore
     from hpcfsdp.comm.mpi.communicator import MpiCommunicator
     from hpcfsdp.launch import rendezvous
 
@@ -200,10 +204,12 @@ def init(
     job_name, folder = _name_run(run_dir)
     node = cast("MPI.Intracomm", comm.Split(job.topology.node_rank(comm.rank), comm.rank))
     chosen, local_rank = _settle(settings, chosen, node)
-    creates_group = not dist.is_initialized()
+    creates_group, store = not dist.is_initialized(), None
     if creates_group:
         backend = backend or (hpcmpi.NAME if chosen.type == "cpu" else _backend_of(chosen))
         store, address = rendezvous.open_store(comm, single_node=job.topology.num_nodes == 1, timeout_s=timeout_s)
+        if lost.current is not None:
+            store = WatchedStore(store)
         job.export(topology, address, store.port, local_rank if topology == job.topology else None)
         _make_group(store, backend, chosen, timeout_s, topology if backend == hpcmpi.NAME else None)
         departure.catch_errors(comm)  # again: the hook of torch holds output back until ours returns
@@ -228,13 +234,27 @@ def init(
         host=host,
         settings=settings,
         made_process_group=creates_group,
+        store=store,  # torch does not keep one that is written in Python
     )
     torch_group.default = _world.communicator
     _watch_for_hangs(job, node, job_name, folder)
     if env.progress_thread():
         progress.start_thread()
+    if chosen.type != "cpu" and lost.current is not None:
+        _lookout = lost.Lookout(_abort_groups)
     node.Free()
     return _world
+
+
+def _abort_groups() -> None:
+    """Not collective. Have collectives of all groups of the device end: they would wait for ranks that were lost."""
+    from hpcfsdp import _compat  # torch is loaded
+    from hpcfsdp.comm.backend.process_group import is_mpi_group
+
+    for group in _compat.process_groups():
+        if not is_mpi_group(group):
+            with contextlib.suppress(RuntimeError):  # backends of the host have no abort
+                group.abort()
 
 
 def _settle(settings: _Settings, chosen: torch.device, node: MPI.Intracomm) -> tuple[torch.device, int]:
@@ -380,12 +400,13 @@ def _make_group(store: Any, backend: str, device: torch.device, timeout_s: float
     _compat.release_default_group()
 
 
-def before_finalize(finish: Callable[[], None]) -> None:
+def before_finalize(finish: Callable[[], None], give_up: Callable[[], None] = lambda: None) -> None:
     """Not collective. Have ``finalize`` call `finish` first, on all ranks. `finish` may call collectives.
 
-    If it raises, it must raise on all ranks. ``finalize`` raises the error after its own work.
+    If it raises, it must raise on all ranks. ``finalize`` raises the error after its own work. If ranks are lost,
+    `give_up` is called instead, which must not communicate.
     """
-    _before_finalize.append(finish)
+    _before_finalize.append((finish, give_up))
 
 
 @public_call("hpcfsdp.finalize")
@@ -410,13 +431,14 @@ def finalize() -> None:
     leaving, problem = sys.exc_info()[0] is not None, None
     if leaving:
         hang.stop()
-    for finish in () if leaving else _before_finalize:
+    for finish, _ in () if leaving else _before_finalize:
         try:
             finish()
         except Exception as error:  # of any kind: the others wait in the next barrier
             problem = problem or error
     world, _world = _world, None
     torch_group.default = None
+    _stop_lookout()
     own_host = world.made_process_group or not is_mpi_group(world.process_group)
     if leaving:
         progress.stop_thread()
@@ -437,3 +459,35 @@ def finalize() -> None:
         world.comm.Free()
     if problem is not None:
         raise problem
+
+
+def _stop_lookout() -> None:
+    global _lookout
+    ended, _lookout = _lookout, None
+    if ended is not None:
+        ended.close()
+
+
+def abandon() -> None:
+    """Not collective. End the world after ranks of it were lost: no other rank is waited for, and no call completes.
+
+    Its communicators, and whatever uses them, raise at their next call. ``init`` may be called again.
+    """
+    global _world
+    import torch.distributed as dist
+
+    from hpcfsdp.comm import progress, torch_group  # torch is loaded already
+    from hpcfsdp.hang import waits
+
+    lost.generation += 1
+    _stop_lookout()
+    _abort_groups()
+    progress.stop_thread()
+    hang.stop()
+    for _, give_up in _before_finalize:
+        give_up()
+    progress.abandon()
+    _world, torch_group.default = None, None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    waits.forget()

@@ -23,7 +23,7 @@ LAYERS = [
     {"config", "launch", "output"},
     {"comm"},
     {"mpi", "world"},
-    {"preempt"},
+    {"preempt", "resilience"},
     {"params"},
     {"reshard"},
     {"engine"},

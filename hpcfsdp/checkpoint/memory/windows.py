@@ -6,6 +6,7 @@ Who reads a slot has exchanged messages with its node since, so it needs no lock
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -196,4 +197,11 @@ def held_bytes() -> int:
     return sum(window.nbytes for windows in _windows.values() for window in windows)
 
 
-before_finalize(drop)
+def _settle() -> None:
+    """Note what has arrived, before all that is under way ends because ranks were lost."""
+    for window in (window for windows in _windows.values() for window in windows):
+        with contextlib.suppress(Exception):  # of any kind: its ranks may have been lost
+            window.settle()
+
+
+before_finalize(drop, _settle)

@@ -335,6 +335,8 @@ class PendingSave:
         """Stop this rank's threads; rank 0 removes the file. Not collective: other ranks may still write to it."""
         self.ended = True
         _uncommitted.pop(self, None)
+        if self._commit_task is not None and self._commit_task.exception() is None:
+            return  # rank 0 has come to the end of it alone
         self._ring.stop()
         self._may_begin.set()
         if self._comm.rank == 0:
@@ -468,4 +470,9 @@ def _leave() -> None:
             save.leave()
 
 
-before_finalize(lambda: _finish(list(_uncommitted)))
+def _give_up(saves: Iterable[PendingSave]) -> None:
+    for save in saves:
+        save.give_up()
+
+
+before_finalize(lambda: _finish(list(_uncommitted)), lambda: _give_up(list(_uncommitted)))

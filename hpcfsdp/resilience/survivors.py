@@ -1,0 +1,193 @@
+"""The processes of a job that live: which of them are the world, which wait as spares, and how they agree on it."""
+
+import contextlib
+import functools
+import time
+from array import array
+from collections.abc import Sequence
+
+from mpi4py import MPI
+
+from hpcfsdp import env
+from hpcfsdp.comm.mpi.part_comm import FREE_TAGS, PartComm, start_again
+from hpcfsdp.errors import RankLostError
+from hpcfsdp.hang import departure, lost
+from hpcfsdp.launch import job
+from hpcfsdp.launch.topology import Topology
+
+_BITS = 15  # of a digest, which with its complement fits into the number that MPI agrees on
+_MASK = (1 << _BITS) - 1
+_DONE = 1 << 2 * _BITS
+_MARK, _DISMISSED = FREE_TAGS[:2]
+_ALL, _WORLD, _NODE = 1, 2, 3  # contexts of the first communicators, the same on all processes
+
+
+def unable() -> str:
+    """Not collective. Return why this job cannot go on after a loss; "" if it can."""
+    library = MPI.Get_library_version().splitlines()[0].strip("\x00 ")
+    if not library.startswith("Open MPI v5") or not hasattr(MPI.Comm, "Iagree"):
+        return f"{library} cannot go on after a process has died; Open MPI 5 can, with mpi4py 4"
+    if not env.goes_on_after_loss():
+        return f"{library} was started without that: mpirun --with-ft ulfm"
+    return ""
+
+
+def replaced(
+    world: Sequence[int], spares: Sequence[int], dead: Sequence[int], node_of: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return world and spares without the dead. A spare takes the place of one, of the same node if there is any there.
+
+    Places that no spare takes are gone. `node_of` has the node of each process.
+    """
+    left, taken = [rank for rank in spares if rank not in dead], dict[int, int]()
+    for same_node in (True, False):
+        for place in (rank for rank in world if rank in dead and rank not in taken):
+            spare = next((rank for rank in left if not same_node or node_of[rank] == node_of[place]), None)
+            if spare is not None:
+                taken[place] = spare
+                left.remove(spare)
+    return tuple(taken.get(rank, rank) for rank in world if rank not in dead or rank in taken), tuple(left)
+
+
+class Survivors:
+    """All processes of the job that live."""
+
+    def __init__(self) -> None:
+        """Take the job as it is: all live. Collective over all its ranks."""
+        first = job.current_job()
+        self._base, self.nodes = first.comm, first.topology
+        self.rank, self.size = first.comm.rank, first.comm.size  # among all processes, also the dead
+        self._node_of = [self.nodes.node_rank(rank) for rank in range(self.size)]
+        self._hosts = first.comm.allgather(env.host_name())
+        self.world, self.spares = tuple(range(self.size)), tuple[int, ...]()
+        self.losses = 0  # after which the job has gone on
+        self.noticed_s = 0.0  # when this process first met others because of the last one, by ``time.monotonic``
+        self._dead: tuple[int, ...] = ()
+        self._agreements = 0
+        self._agreement: tuple[MPI.Request, array[int]] | None = None
+
+    @property
+    def is_spare(self) -> bool:
+        return self.rank in self.spares
+
+    def divide(self, spares: int) -> None:
+        """Make the highest of the ranks that live spares, as many, and the others the job. Collective over all."""
+        living = [rank for rank in sorted((*self.world, *self.spares)) if rank not in self._dead]
+        self.world, self.spares = tuple(living[: len(living) - spares]), tuple(living[len(living) - spares :])
+        self._make_job()
+
+    def dismiss(self) -> None:
+        """Not collective. Have spares leave ``meet``: this rank ends the program."""
+        for rank in self.spares:
+            self._base.Isend(array("i"), rank, _DISMISSED)
+
+    def node(self) -> PartComm:
+        """Return a communicator of the processes of this node. Not collective; once, while all live."""
+        return PartComm(self._base, self.nodes.node_of(self.rank), _NODE)
+
+    def meet(self, *, done: bool) -> RankLostError | None:
+        """Wait for all that live. Return None if all are `done`; otherwise the loss that the job has gone on from.
+
+        Collective over all that live, those of the world and spares. A rank comes when its work is done, or when ranks
+        were lost; a spare at once, and leaves when it is dismissed.
+        """
+        self.noticed_s = 0.0
+        try:
+            if self._agree(done=done, limited=not self.is_spare):
+                return None
+        except _Dismissed:
+            return None
+        while True:
+            agreed = self._dead
+            with contextlib.suppress(RankLostError):
+                self._flush()
+            self._agree(done=False, limited=True)
+            if self._dead == agreed:  # on all, and so nobody's flush has failed
+                break
+        gone = [(place, self._hosts[rank]) for place, rank in enumerate(self.world) if rank in self._dead]
+        self.losses += 1
+        lost.generation = self.losses  # of spares, too
+        self.world, self.spares = replaced(self.world, self.spares, self._dead, self._node_of)
+        self._make_job()
+        return RankLostError.of([place for place, _ in gone], [host for _, host in gone], "hpcfsdp.resilient")
+
+    def _agree(self, *, done: bool, limited: bool) -> bool:
+        """Wait until all that live know the same deaths; return whether all are `done`. Collective over them."""
+        while True:
+            self._base.Ack_failed(self.size)
+            dead = tuple(lost.current.dead())
+            self._agreements += 1  # as often on all
+            digest = hash((dead, self._agreements)) & _MASK
+            # MPI has the bitwise and of all. Digests are equal if their and is the complement of that of complements.
+            flags = array("i", [digest | (~digest & _MASK) << _BITS | done * _DONE])
+            self._agreement = self._base.Iagree(flags), flags  # MPI writes there also if a spare is dismissed
+            # Not Test: Open MPI ends it with an error as soon as a process dies, while others agree.
+            within = limited or dead != self._dead
+            lost.wait_until(self._agreement[0].Get_status, "resilient", self._look, limited=within)
+            try:
+                self._agreement[0].Wait()
+            except MPI.Exception as error:
+                if error.Get_error_class() not in lost.FAILURES:
+                    raise
+                self.noticed_s = self.noticed_s or time.monotonic()
+                continue  # a death that not all had acknowledged
+            if flags[0] & _MASK == ~(flags[0] >> _BITS) & _MASK:
+                self._dead = dead
+                # Spares alone know of no work that is done.
+                return bool(flags[0] & _DONE) and not set(self.world) <= set(dead)
+            self.noticed_s = self.noticed_s or time.monotonic()
+            time.sleep(0.001)
+
+    def _look(self, _: str) -> None:
+        lost.current.beat()
+        lost.current.look_for_end()
+        with contextlib.suppress(MPI.Exception):  # a process has died since the agreement began: the next one
+            if self.is_spare and self._base.Iprobe(MPI.ANY_SOURCE, _DISMISSED):
+                raise _Dismissed
+
+    def _flush(self) -> None:
+        """Receive and drop all messages that were sent before. Collective over all that live.
+
+        Raises RankLostError if one of them dies meanwhile.
+        """
+        living = [rank for rank in range(self.size) if rank not in self._dead]
+        lost.current = lost.Watch(self._base, living, self._hosts, self._dead, lost.current)
+        mark, status = array("i", [self._agreements]), MPI.Status()
+        wait = functools.partial(lost.wait_until, what="resilient: late messages", look=lost.check)
+        sent = [self._base.Isend(mark, rank, _MARK) for rank in living if rank != self.rank]
+        for rank in living:
+            found = b"" if rank != self.rank else mark.tobytes()
+            while found != mark.tobytes() or (rank != self.rank and status.Get_tag() != _MARK):
+                arrived = _Arrived(self._base, rank, status)
+                wait(arrived)
+                found = bytearray(status.Get_count(MPI.BYTE))
+                wait(arrived.message.Irecv([found, MPI.BYTE]).Test)
+        for request in sent:
+            wait(request.Test)
+
+    def _make_job(self) -> None:
+        """Make the world the job of this process, with communicators that have no messages yet. Not collective."""
+        start_again()
+        lost.current = lost.Watch(self._base, self.world, self._hosts, self._dead, lost.current)
+        departure.move_to(PartComm(self._base, sorted((*self.world, *self.spares)), _ALL))
+        if not self.is_spare:
+            topology = Topology.from_labels([self._node_of[rank] for rank in self.world])
+            comm = PartComm(self._base, self.world, _WORLD)
+            job.replace(job.Job(comm, topology))
+            departure.catch_errors(comm)
+
+
+class _Arrived:
+    """Whether a message of a rank has arrived, with any tag, and that message."""
+
+    def __init__(self, base: MPI.Intracomm, rank: int, status: MPI.Status) -> None:
+        self._probe = functools.partial(base.Improbe, rank, MPI.ANY_TAG, status)
+        self.message: MPI.Message | None = None
+
+    def __call__(self) -> bool:
+        self.message = self._probe()
+        return self.message is not None
+
+
+class _Dismissed(Exception):
+    """The program ends, and needs no spares."""
