@@ -19,11 +19,13 @@ from hpcfsdp.cli.failure import end_together
 from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.examples.gpt.callbacks import Callbacks
 from hpcfsdp.examples.gpt.run_config import RunConfig, as_list, check
-from hpcfsdp.launch.job import check_step, load_mpi
+from hpcfsdp.hang import lost
+from hpcfsdp.launch.job import check_step, current_job, load_mpi
 from hpcfsdp.launch.lock import RunLock
 from hpcfsdp.output import log as logs
 from hpcfsdp.output.progress_bar import step_progress
 from hpcfsdp.preempt import Preemption, exit_requeue, preemption
+from hpcfsdp.resilience.run import resilient
 
 if TYPE_CHECKING:
     from hpcfsdp.examples.gpt.loop import Outcome
@@ -61,20 +63,24 @@ def main(arguments: Sequence[str]) -> int:
         except HpcfsdpError as error:
             if comm.size == 1:
                 raise
-            return end_together(error, comm, ())
+            return end_together(error, current_job().comm if lost.generation else comm, ())
 
 
 def _main(arguments: Sequence[str], comm: Any, stop: Preemption) -> int:
-    from hpcfsdp import world as worlds  # loads torch, which has to come after MPI
-    from hpcfsdp.comm.agree import raise_together
+    from hpcfsdp.comm.agree import raise_together  # these load torch, which has to come after MPI
     from hpcfsdp.comm.mpi.communicator import MpiCommunicator
 
     with raise_together(MpiCommunicator(comm.Dup())):
         config = configuration.parse(RunConfig, arguments, prog=_PROG)
         with _writing_to(config.run_dir):
             logs.set_up(comm.rank, comm.size, env.host_name(), Path(config.run_dir, "logs"))
-    world = worlds.init(None if config.device == "auto" else config.device, run_dir=config.run_dir)
-    try:
+    device, of = None if config.device == "auto" else config.device, config.resilience
+
+    def train(world: World) -> Outcome:
+        if (world.rank, world.size) != (comm.rank, comm.size):
+            logs.set_up(world.rank, world.size, env.host_name(), Path(config.run_dir, "logs"))
+        if lost.generation and world.rank == 0:
+            log.warning("going on with %d rank(s) after loss %d of this job", world.size, lost.generation)
         outcome = run(config, world, stop)
         if world.rank == 0 and (held_out := outcome.held_out) is not None:
             print(
@@ -82,9 +88,13 @@ def _main(arguments: Sequence[str], comm: Any, stop: Preemption) -> int:
                 f"(unigram baseline of the same {held_out.predicted_bytes} bytes: {held_out.unigram_bits_per_byte:.3f})"
                 f"\nstep: {outcome.step} of {config.train.steps}\ncheckpoint: {outcome.checkpoint}"
             )
-        if outcome.stopped:
+        return outcome
+
+    limits = {"min_ranks": of.min_ranks, "max_losses": of.max_losses if of.max_losses >= 0 else None}
+    try:
+        outcome = resilient(train, spares=of.spares, **limits, device=device, run_dir=config.run_dir)
+        if outcome is not None and outcome.stopped:
             exit_requeue()
-        worlds.finalize()
         return 0
     finally:
         logs.close()
@@ -102,7 +112,8 @@ def run(config: RunConfig, world: World, stop: Preemption) -> Outcome:
     lock = RunLock(Path(config.run_dir))
     with raise_together(world.host), _writing_to(config.run_dir):
         if world.rank == 0:
-            lock.acquire(by_force=config.take_over)
+            again = lost.generation > 0  # the last rank 0 of this job may hold the folder
+            lock.acquire(by_force=config.take_over or again, alone=again)
     callbacks = _Command(config, world, lock)
     try:
         return Trainer(config, world, stop, callbacks).run()

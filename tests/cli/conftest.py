@@ -28,9 +28,10 @@ class Job:
         folder: where mpirun keeps files of the job; by default where it keeps those of all jobs, by its process number,
             so that it fails where a job of that number was killed and could not clean up.
         preloaded: the server of processes that begin with torch loaded, if ranks may be such.
+        launcher: further arguments of mpirun.
     """
 
-    def __init__(self, arguments, ranks, cwd, environ, folder=None, preloaded=None):
+    def __init__(self, arguments, ranks, cwd, environ, folder=None, preloaded=None, launcher=()):
         allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
         if ranks:
             allowed["OMPI_MCA_btl"] = "^ofi"  # libfabric sleeps for a second where /proc/cpuinfo tells no frequency
@@ -41,8 +42,8 @@ class Job:
         self.command = (preloaded and preloaded.command(arguments, environ)) or [sys.executable, *arguments]
         if ranks:
             mpirun = Path(sys.executable).parent / "mpirun"
-            launcher = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
-            self.command = [launcher, "--map-by", ":OVERSUBSCRIBE", "-n", str(ranks), *self.command]
+            command = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
+            self.command = [command, *launcher, "--map-by", ":OVERSUBSCRIBE", "-n", str(ranks), *self.command]
         self.process = subprocess.Popen(
             self.command,
             cwd=cwd,
@@ -144,8 +145,8 @@ def start(request, tmp_path):
     server = None if fresh else request.getfixturevalue("preloaded")
     launcher_files = tempfile.mkdtemp(prefix="mpirun-")
 
-    def start_job(*arguments, ranks=0, cwd=tmp_path, environ=None):
-        jobs.append(Job(arguments, ranks, cwd, environ, launcher_files, server))
+    def start_job(*arguments, ranks=0, cwd=tmp_path, environ=None, launcher=()):
+        jobs.append(Job(arguments, ranks, cwd, environ, launcher_files, server, launcher))
         return jobs[-1]
 
     before = set(os.listdir("/dev/shm"))

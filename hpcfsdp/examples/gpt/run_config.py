@@ -134,6 +134,18 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class ResilienceConfig:
+    """Going on in the same processes after ranks were lost: mpirun --with-ft ulfm."""
+
+    spares: int = 0
+    """Ranks, the highest, that wait until one of the others is lost, and take its place."""
+    min_ranks: int = 1
+    """With fewer ranks left, end, with exit code 75."""
+    max_losses: int = -1
+    """How often to go on; -1: as often as needed."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A training run."""
 
@@ -159,6 +171,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
 
 _POSITIVE = (
@@ -183,6 +196,7 @@ OF_THE_TRAINING = (
 _OF_A_JOB = (
     *("run_dir", "take_over", "device", "data.paths", "train.run_steps", "train.log_every"),
     *("checkpoint.resume", "checkpoint.resume_changed"),
+    *("resilience.spares", "resilience.min_ranks", "resilience.max_losses"),
     *("track", "trace", "observe.every", "observe.peak_flops", "observe.trace_from", "observe.trace_steps"),
 )
 _FRACTIONS = ("model.dropout", "optim.beta1", "optim.beta2")
