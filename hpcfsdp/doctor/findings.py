@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from hpcfsdp import env
 from hpcfsdp.errors import LaunchError
 from hpcfsdp.text.terminal import counted
 
@@ -158,6 +159,7 @@ def judge_mpi(facts: dict[str, Any]) -> Iterator[Finding]:
         yield from judge_thread_level(facts.get("library", {}))
         launched = "world" in facts and facts["world"]["size"] > 1
         yield judge_mpirun(library, facts["mpirun"], facts["own_mpirun"], launched=launched)
+        yield from judge_losses(library, environment, launched=launched)
     yield from judge_slurm(environment)
     if facts["launched_as"] is None:
         yield from judge_root(library, environment, root=facts["root"])
@@ -236,6 +238,23 @@ def judge_mpirun(library: str | None, mpirun: dict[str, str] | None, own: str | 
         what = f"{text} is not of the same version as mpi4py's library ({ours[0]} {ours[1]})"
         return warning("mpirun", what, hint)
     return ok("mpirun", text)
+
+
+def judge_losses(library: str | None, environment: dict[str, str], *, launched: bool) -> Iterator[Finding]:
+    """Judge whether a job goes on after a rank is lost. Nothing where one process runs."""
+    found = implementation(library or "")
+    if found is None or not launched:
+        return
+    name, number = found
+    if name != "Open MPI" or numbers(number) < (5,):
+        what = f"{name} {number} cannot go on without a process that has died: a lost rank ends the job"
+        yield note("losses", what, "Open MPI 5 can: docs/how-to/losing-ranks.md")
+    elif env.goes_on_after_loss(environment):
+        yield ok("losses", "hpcfsdp.resilient goes on after ranks are lost")
+    else:
+        yield note(
+            "losses", "a lost rank ends the job", "mpirun --with-ft ulfm, and hpcfsdp.resilient, go on without it"
+        )
 
 
 def implementation(text: str) -> tuple[str, str] | None:

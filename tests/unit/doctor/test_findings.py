@@ -224,6 +224,23 @@ def test_the_mpirun_in_path_must_match_the_library(library, mpirun, launched, le
     assert ("/env/mpirun" in finding.hint) == (level != "ok")
 
 
+@pytest.mark.parametrize(
+    ("library", "environment", "launched", "expected"),
+    [
+        (OPEN_MPI, {"OMPI_MCA_mpi_ft_enable": "1"}, True, ("ok", "goes on after ranks are lost")),
+        (OPEN_MPI, {}, True, ("note", "a lost rank ends the job")),
+        (OPEN_MPI, {}, False, None),
+        ("MPICH Version: 4.3.0", {}, True, ("note", "MPICH 4.3.0 cannot go on")),
+    ],
+)
+def test_whether_the_job_outlives_a_rank_is_one_line(library, environment, launched, expected):
+    found = list(findings.judge_losses(library, environment, launched=launched))
+    assert len(found) == (expected is not None)
+    if expected is not None:
+        assert found[0].level == expected[0]
+        assert expected[1] in found[0].what
+
+
 def test_a_missing_mpirun_is_a_note():
     finding = findings.judge_mpirun(OPEN_MPI, None, None, launched=True)
     assert finding.level == "note"
@@ -302,6 +319,7 @@ def test_root():
     assert levels(findings.judge_mpi(facts(root=True, launched_as=0, world={"rank": 0, "size": 2}))) == [
         ("mpi", "ok"),
         ("mpirun", "ok"),
+        ("losses", "note"),
     ]
 
 
