@@ -158,7 +158,7 @@ def _start() -> Job:
     if comm.size > 1:
         _warn_of_forks(mpi)
         if env.goes_on_after_loss():
-            lost.current = lost.Watch(comm, range(comm.size), [""] * comm.size)
+            lost.current = lost.Watch(comm, range(comm.size), comm.allgather(env.host_name()))
     else:
         try:
             check_step()

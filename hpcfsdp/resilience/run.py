@@ -96,11 +96,18 @@ def _unable() -> str:
 
 def _train_once(train: Callable[[World], Result], of_init: dict[str, Any]) -> Result:
     """Start a world, train, and end it. Collective over all ranks of the job."""
-    made = world.init(**of_init)
+    made, result, error = world.init(**of_init), None, None
     try:
-        return train(made)
-    finally:
-        world.finalize()
+        result = train(made)
+    except BaseException as caught:
+        if not getattr(caught, "raised_on_all_ranks", False):
+            world.finalize()  # waits for nobody while an exception propagates
+            raise
+        error = caught
+    world.finalize()
+    if error is not None:
+        raise error
+    return result
 
 
 def _train_on(
@@ -118,6 +125,7 @@ def _train_on(
         lost.current.sit(memoryview(seats.numpy().data), node.rank, _survivors.nodes.node_of(_survivors.rank))
     all_alive = _survivors
     all_alive.divide(spares)
+    losses = all_alive.losses  # before this call
     while True:
         result, done = None, True
         if not all_alive.is_spare:
@@ -138,7 +146,7 @@ def _train_on(
         messages.settle()
         ranks, places = len(all_alive.world), len(all_alive.spares)
         problem = f"{ranks} are left, min_ranks={min_ranks}" if ranks < min_ranks else ""
-        if max_losses is not None and all_alive.losses > max_losses:
+        if max_losses is not None and all_alive.losses - losses > max_losses:
             problem = f"the job has gone on after max_losses={max_losses} losses already"
         if problem:
             all_alive.divide(0)  # spares end, too

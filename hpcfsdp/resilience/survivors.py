@@ -5,6 +5,7 @@ import functools
 import time
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 from mpi4py import MPI
 
@@ -55,7 +56,8 @@ class Survivors:
     def __init__(self) -> None:
         """Take the job as it is: all live. Collective over all its ranks."""
         first = job.current_job()
-        self._base, self.nodes = first.comm, first.topology
+        self._base: Any = first.comm
+        self.nodes = first.topology
         self.rank, self.size = first.comm.rank, first.comm.size  # among all processes, also the dead
         self._node_of = [self.nodes.node_rank(rank) for rank in range(self.size)]
         self._hosts = first.comm.allgather(env.host_name())

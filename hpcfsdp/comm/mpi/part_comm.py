@@ -139,8 +139,8 @@ class PartComm:
 
     Barrier = barrier
 
-    def Ibarrier(self) -> _Barrier:
-        return _Barrier(self._rounds(b"", self._ranks, self._tag()))
+    def Ibarrier(self) -> _Collective:
+        return _Collective(self._rounds(b"", self._ranks, self._tag()))
 
     def Bcast(self, buffer: Any, root: int = 0) -> None:
         found = self._gather(bytes(_bytes(buffer)) if self.rank == root else b"")
@@ -218,13 +218,13 @@ class PartComm:
 
     def _finished(self, steps: Generator[None, None, Any]) -> Any:
         """Take all steps, and return their result."""
-        work = _Barrier(steps)
+        work = _Collective(steps)
         lost.wait_until(work.Test, "a collective of Python objects", lost.check)
         return work.result
 
 
-class _Barrier:
-    """Steps that are taken one after the other, as a request of MPI's."""
+class _Collective:
+    """A collective in progress, with the method of MPI's requests that its users call."""
 
     def __init__(self, steps: Generator[None, None, Any]) -> None:
         self._steps, self.result, self._is_over = steps, None, False
