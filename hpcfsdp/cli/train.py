@@ -69,6 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 def _main(arguments: Sequence[str], comm: Any, stop: Preemption) -> int:
     from hpcfsdp.comm.agree import raise_together  # these load torch, which has to come after MPI
     from hpcfsdp.comm.mpi.communicator import MpiCommunicator
+    from hpcfsdp.examples.gpt import loop  # noqa: F401  by spares, too: the others would wait for that later
 
     with raise_together(MpiCommunicator(comm.Dup())):
         config = configuration.parse(RunConfig, arguments, prog=_PROG)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import logging
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 log = logging.getLogger("hpcfsdp.job")
+
+_LOADED_BY_SPARES = ("hpcfsdp.fsdp", "hpcfsdp.fsdp2", "hpcfsdp.checkpoint", "hpcfsdp.observe")
 
 _is_running = False
 _survivors: Survivors | None = None  # from the first call on
@@ -125,6 +128,9 @@ def _train_on(
         lost.current.sit(memoryview(seats.numpy().data), node.rank, _survivors.nodes.node_of(_survivors.rank))
     all_alive = _survivors
     all_alive.divide(spares)
+    if all_alive.is_spare:
+        for name in _LOADED_BY_SPARES:  # now: the others would wait for that
+            importlib.import_module(name)
     losses = all_alive.losses  # before this call
     while True:
         result, done = None, True
