@@ -20,7 +20,7 @@ from hpcfsdp.checkpoint.saving.temporary import BytesOf, naming_write_errors
 from hpcfsdp.checkpoint.saving.writer import PosixWriter, by_buffer
 from hpcfsdp.comm import raise_together
 from hpcfsdp.errors import CheckpointError
-from hpcfsdp.launch.job import load_mpi
+from hpcfsdp.launch.job import current_job, load_mpi
 from hpcfsdp.reshard.boxes import joined_boxes
 from hpcfsdp.state.tensors import StateTensor, buffers_of
 
@@ -168,6 +168,10 @@ def _mpi_of(ranks: Sequence[int]) -> Any:
     """Return an MPI communicator of these ranks, in order. Collective over them. Raise CheckpointError without MPI."""
     if len(set(ranks)) < len(ranks):
         raise CheckpointError('writer="mpio" needs ranks that mpirun or srun has started; save with writer="posix"')
+    from hpcfsdp.comm.mpi.part_comm import PartComm  # starts MPI
+
+    if isinstance(current_job().comm, PartComm):  # no communicator of MPI is safe to be made
+        raise CheckpointError('writer="mpio" does not work in hpcfsdp.resilient; save with writer="posix"')
     world = load_mpi().COMM_WORLD
     group = world.Get_group()
     members = group.Incl(list(ranks))
