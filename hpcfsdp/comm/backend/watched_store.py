@@ -19,6 +19,7 @@ class WatchedStore(dist.Store):
         super().__init__()
         self._store = store
         self.port = store.port
+        self.set_timeout(store.timeout)
 
     def get(self, key: str) -> bytes:
         self._await([key], self.timeout)
@@ -31,9 +32,17 @@ class WatchedStore(dist.Store):
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         self._await(keys, self.timeout if timeout is None else timeout)
 
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        if block:
+            self._wait_until(lambda: self._store.queue_len(key) > 0, [key], self.timeout)
+        return self._store.queue_pop(key, False)
+
     def _await(self, keys: list[str], timeout: datetime.timedelta) -> None:
+        self._wait_until(lambda: self._store.check(keys), keys, timeout)
+
+    def _wait_until(self, is_over: Callable[[], bool], keys: list[str], timeout: datetime.timedelta) -> None:
         until_s = time.monotonic() + timeout.total_seconds()
-        while not self._store.check(keys):
+        while not is_over():
             lost.check(f"torch's store, for {', '.join(keys)}")
             if time.monotonic() > until_s:
                 raise dist.DistStoreError(f"waited {timeout.total_seconds():g} s in the store for {', '.join(keys)}")
@@ -47,9 +56,10 @@ def _pass_on(name: str) -> Callable[..., Any]:
     return method
 
 
-# torch's C++ code looks for two of them by other names.
-for _name in ("set", "compare_set", "add", "check", "append", "multi_set", "has_extended_api", "queue_push"):
-    setattr(WatchedStore, _name, _pass_on(_name))
-for _theirs, _name in (("deleteKey", "delete_key"), ("getNumKeys", "num_keys")):
-    setattr(WatchedStore, _theirs, _pass_on(_name))
-    setattr(WatchedStore, _name, _pass_on(_name))
+# torch's C++ code looks for some of them by other names.
+_NAMES = {
+    name: name for name in "set compare_set add check append multi_set has_extended_api queue_push queue_len".split()
+}
+_NAMES |= {"delete_key": "delete_key", "deleteKey": "delete_key", "num_keys": "num_keys", "getNumKeys": "num_keys"}
+for _name, _theirs in _NAMES.items():
+    setattr(WatchedStore, _name, _pass_on(_theirs))

@@ -1,0 +1,51 @@
+"""torch's store where ranks may be lost, next to the one that it passes calls on to."""
+
+import datetime
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from hpcfsdp.comm.backend.watched_store import WatchedStore
+from hpcfsdp.errors import RankLostError
+from hpcfsdp.hang import lost
+
+
+@pytest.fixture
+def store():
+    return WatchedStore(dist.TCPStore("127.0.0.1", 0, 1, True, datetime.timedelta(seconds=77), False))
+
+
+def test_torch_reaches_every_call_of_it(store):
+    seen = dist.PrefixStore("group", store)
+    seen.set("a", "1")
+    assert seen.get("a") == b"1"
+    assert seen.compare_set("b", "", "2") == seen.compare_set("b", "", "3") == b"2"
+    assert seen.add("c", 2) == 2
+    assert seen.check(["a", "b"]) and not seen.check(["d"])
+    seen.append("a", "x")
+    seen.multi_set(["e", "f"], ["5", "6"])
+    assert seen.multi_get(["a", "e", "f"]) == [b"1x", b"5", b"6"]
+    seen.wait(["a"])
+    assert seen.delete_key("a") and seen.num_keys() == store.num_keys()
+    store.queue_push("q", "7")
+    assert (store.queue_len("q"), store.queue_pop("q")) == (1, b"7")
+    assert store.timeout == datetime.timedelta(seconds=77)
+
+
+def test_it_waits_for_a_key_that_comes(store):
+    threading.Timer(0.05, lambda: store.set("late", "1")).start()
+    assert store.get("late") == b"1"
+
+
+def test_a_wait_ends_at_its_timeout_and_when_ranks_are_lost(store, monkeypatch):
+    with pytest.raises(dist.DistStoreError, match=r"waited 0\.01 s in the store for never"):
+        store.wait(["never"], datetime.timedelta(seconds=0.01))
+
+    def check(waited_for):
+        raise RankLostError(waited_for)
+
+    monkeypatch.setattr(lost, "check", check)
+    for wait in (store.get, lambda key: store.multi_get([key]), lambda key: store.wait([key]), store.queue_pop):
+        with pytest.raises(RankLostError, match="torch's store, for never"):
+            wait("never")
