@@ -95,7 +95,7 @@ class RankLostError(CommunicationError):
 
     @classmethod
     def of(cls, ranks: Sequence[int], hosts: Sequence[str], waited_for: str, why: str = "") -> "RankLostError":
-        """Return the error about `ranks` on `hosts`; `why` says why the job does not go on without them."""
+        """Return the error about `ranks` on `hosts`; `why` is the reason that the job does not go on without them."""
         named = ", ".join(f"{rank} on {host}" for rank, host in zip(ranks, hosts, strict=True))
         made = cls(f"lost rank(s) {named}, noticed in {waited_for}" + (f": {why}" if why else ""))
         made.ranks, made.hosts, made.waited_for = tuple(ranks), tuple(hosts), waited_for

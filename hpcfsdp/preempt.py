@@ -84,7 +84,7 @@ class Preemption:
             CommunicationError: ranks ask for different steps.
         """
         world = current_world()
-        if self.reason or (step == self._step and world is self._world):
+        if self.reason or (step == self._step and world in (None, self._world)):
             return bool(self.reason)
         if world is None:
             raise LaunchError("stop.requested: call hpcfsdp.init() first")

@@ -60,7 +60,7 @@ class World:
     device: torch.device
     """The device of this rank."""
     comm: MPI.Intracomm
-    """An mpi4py communicator over all processes, for your messages alone."""
+    """An mpi4py communicator over all processes, for your messages alone; with fewer methods in ``resilient``."""
     communicator: Communicator
     """Collectives over all ranks on tensors on `device`."""
     host: MpiCommunicator

@@ -69,17 +69,20 @@ def main(arguments: Sequence[str]) -> int:
 def _main(arguments: Sequence[str], comm: Any, stop: Preemption) -> int:
     from hpcfsdp.comm.agree import raise_together  # these load torch, which has to come after MPI
     from hpcfsdp.comm.mpi.communicator import MpiCommunicator
-    from hpcfsdp.examples.gpt import loop  # noqa: F401  by spares, too: the others would wait for that later
+    from hpcfsdp.examples.gpt import loop  # noqa: F401  spares, too, load it before the others wait for them
 
     with raise_together(MpiCommunicator(comm.Dup())):
         config = configuration.parse(RunConfig, arguments, prog=_PROG)
         with _writing_to(config.run_dir):
             logs.set_up(comm.rank, comm.size, env.host_name(), Path(config.run_dir, "logs"))
     device, of = None if config.device == "auto" else config.device, config.resilience
+    logged_as = comm.rank, comm.size
 
     def train(world: World) -> Outcome:
-        if (world.rank, world.size) != (comm.rank, comm.size):
-            logs.set_up(world.rank, world.size, env.host_name(), Path(config.run_dir, "logs"))
+        nonlocal logged_as
+        if (world.rank, world.size) != logged_as:
+            logged_as = world.rank, world.size
+            logs.set_up(*logged_as, env.host_name(), Path(config.run_dir, "logs"))
         if lost.generation and world.rank == 0:
             log.warning("going on with %d rank(s) after loss %d of this job", world.size, lost.generation)
         outcome = run(config, world, stop)

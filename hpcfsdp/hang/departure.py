@@ -279,7 +279,7 @@ def is_orphan() -> bool:
 
 def _await_orphanhood() -> None:
     # Not PR_SET_PDEATHSIG: it is sent as soon as the thread ends that has started the process.
-    goes_on = lost.current is not None  # without this rank: the others take it for dead
+    goes_on = env.goes_on_after_loss()  # without this rank: the others take it for dead
     while not is_orphan():
         time.sleep(_LOOK_EVERY_IF_IT_GOES_ON_S if goes_on else LOOK_EVERY_S)
     log.error("the launcher of this rank (process %d) has died: this rank stops", _parent)
@@ -317,8 +317,10 @@ def _leave() -> None:
     code = 0 if is_clean else exits_with
     try:
         orphaned = _arrive_together(_departures, code)
-    except (MPI.Exception, RankLostError) as error:
-        log.error("other ranks have died at the end of the program: %s", error)
+    except (MPI.Exception, RankLostError) as problem:
+        if lost.current is None:
+            raise
+        log.debug("a rank has ended before this one left the program: %s", problem)
         orphaned = True
     # MPI_Finalize would wait for the launcher, and may for the dead.
     if orphaned or (lost.current is not None and lost.current.dead()):

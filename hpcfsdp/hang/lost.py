@@ -27,7 +27,8 @@ revoked."""
 NEWS_S = 0.5  # how long an error of another kind may come before MPI reports the death that has caused it
 _SEAT = struct.Struct("qqd")  # of a process in the memory of its node: its pid, its start, and when it last waited
 SEAT_BYTES = _SEAT.size
-END_TAG = 2  # of messages of ``end_others``
+LATE_TAG, DISMISS_TAG, END_TAG = range(3)
+"""Tags of messages about the job itself: the last one of a lost world, the end of waiting, and of ``end_others``."""
 _SENT_WITHIN_S = 1.0
 _BEAT_EVERY_S = 0.05
 _LOOK_EVERY_S = 2.0
@@ -56,7 +57,7 @@ class Watch:
         """
         from mpi4py import MPI  # before torch on Cray
 
-        self._any = MPI.ANY_SOURCE
+        self._mpi = MPI
         self._comm, self._world, self._hosts = comm, tuple(world), hosts
         self._group = comm.Get_group()
         self._gone = frozenset(gone)
@@ -104,13 +105,13 @@ class Watch:
     def look_for_end(self) -> None:
         """End this process if another one has ended the job."""
         try:
-            if not self._comm.Iprobe(self._any, END_TAG):
+            if not self._comm.Iprobe(self._mpi.ANY_SOURCE, END_TAG):
                 return
-        except Exception as error:  # of a receive from any rank, once one has died
-            if getattr(error, "error_code", None) is None or error.Get_error_class() not in FAILURES:
+        except self._mpi.Exception as error:  # of a receive from any rank, once one has died
+            if error.Get_error_class() not in FAILURES:
                 raise
             return
-        self._comm.Recv(code := array("i", [0]), self._any, END_TAG)
+        self._comm.Recv(code := array("i", [0]), self._mpi.ANY_SOURCE, END_TAG)
         os._exit(code[0])
 
     def end_others(self, code: int) -> None:

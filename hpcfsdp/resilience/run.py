@@ -46,8 +46,8 @@ def resilient(
     makes model, optimizer and groups itself, and loads the newest checkpoint (``CheckpointManager.load_latest``, from
     memory with ``memory_every``): what it made in the last world raises at its next collective.
 
-    Other exceptions end the job, as without `resilient`. Where MPI or its launcher cannot go on after a loss, the log
-    says so in one line, spares train, too, and a lost rank ends the job: docs/how-to/losing-ranks.md.
+    Other exceptions end the job, as without `resilient`. Where MPI or its launcher cannot go on after a loss, one line
+    of the log names the reason, spares train, too, and a lost rank ends the job: docs/how-to/losing-ranks.md.
 
     Args:
         train: the training, from the start of the world to its end.

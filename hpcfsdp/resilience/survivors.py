@@ -10,7 +10,7 @@ from typing import Any
 from mpi4py import MPI
 
 from hpcfsdp import env
-from hpcfsdp.comm.mpi.part_comm import FREE_TAGS, PartComm, start_again
+from hpcfsdp.comm.mpi.part_comm import PartComm, start_again
 from hpcfsdp.errors import RankLostError
 from hpcfsdp.hang import departure, lost
 from hpcfsdp.launch import job
@@ -19,7 +19,6 @@ from hpcfsdp.launch.topology import Topology
 _BITS = 15  # of a digest, which with its complement fits into the number that MPI agrees on
 _MASK = (1 << _BITS) - 1
 _DONE = 1 << 2 * _BITS
-_MARK, _DISMISSED = FREE_TAGS[:2]
 _ALL, _WORLD, _NODE = 1, 2, 3  # contexts of the first communicators, the same on all processes
 
 
@@ -81,7 +80,7 @@ class Survivors:
     def dismiss(self) -> None:
         """Not collective. Have spares leave ``meet``: this rank ends the program."""
         for rank in self.spares:
-            self._base.Isend(array("i"), rank, _DISMISSED)
+            self._base.Isend(array("i"), rank, lost.DISMISS_TAG)
 
     def node(self) -> PartComm:
         """Return a communicator of the processes of this node. Not collective; once, while all live."""
@@ -144,7 +143,7 @@ class Survivors:
         lost.current.beat()
         lost.current.look_for_end()
         with contextlib.suppress(MPI.Exception):  # a process has died since the agreement began: the next one
-            if self.is_spare and self._base.Iprobe(MPI.ANY_SOURCE, _DISMISSED):
+            if self.is_spare and self._base.Iprobe(MPI.ANY_SOURCE, lost.DISMISS_TAG):
                 raise _Dismissed
 
     def _flush(self) -> None:
@@ -156,10 +155,10 @@ class Survivors:
         lost.current = lost.Watch(self._base, living, self._hosts, self._dead, lost.current)
         mark, status = array("i", [self._agreements]), MPI.Status()
         wait = functools.partial(lost.wait_until, what="resilient: late messages", look=lost.check)
-        sent = [self._base.Isend(mark, rank, _MARK) for rank in living if rank != self.rank]
+        sent = [self._base.Isend(mark, rank, lost.LATE_TAG) for rank in living if rank != self.rank]
         for rank in living:
             found = b"" if rank != self.rank else mark.tobytes()
-            while found != mark.tobytes() or (rank != self.rank and status.Get_tag() != _MARK):
+            while found != mark.tobytes() or (rank != self.rank and status.Get_tag() != lost.LATE_TAG):
                 arrived = _Arrived(self._base, rank, status)
                 wait(arrived)
                 found = bytearray(status.Get_count(MPI.BYTE))

@@ -11,7 +11,7 @@ from tests.slurm.conftest import ROOT, TINY
 
 def allow_root(script):
     allowed = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1\n"
-    return script.replace("said=$(mktemp)", f"{allowed}said=$(mktemp)")
+    return script.replace("messages=$(mktemp)", f"{allowed}messages=$(mktemp)")
 
 
 @pytest.fixture

@@ -22,11 +22,10 @@ from hpcfsdp.hang import lost
 
 _TAGS = 1 << 16  # of one part: those of its callers' messages, its own, and those of parts that are made
 _CALLERS, _OWN = 1 << 15, 1 << 14
-FREE_TAGS = range(_TAGS)  # that no part has
 
 _Steps = Generator[None, None, list[bytes]]
 
-_next_context = 1  # the next range of tags; ranks that make a part agree on the highest
+_next_context = 1  # the next range of tags; ranks that make a part agree on the highest. The first: see hang/lost.py
 _sent: list[tuple[Any, Any]] = []
 """Requests of messages that a lost rank has left pending, with their memory."""
 
