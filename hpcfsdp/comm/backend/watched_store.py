@@ -23,22 +23,22 @@ class WatchedStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         self._await([key], self.timeout)
-        return self._store.get(key)
+        return self._ask("get", key)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self._await(keys, self.timeout)
-        return self._store.multi_get(keys)
+        return self._ask("multi_get", keys)
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         self._await(keys, self.timeout if timeout is None else timeout)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         if block:
-            self._wait_until(lambda: self._store.queue_len(key) > 0, [key], self.timeout)
-        return self._store.queue_pop(key, False)
+            self._wait_until(lambda: self._ask("queue_len", key) > 0, [key], self.timeout)
+        return self._ask("queue_pop", key, False)
 
     def _await(self, keys: list[str], timeout: datetime.timedelta) -> None:
-        self._wait_until(lambda: self._store.check(keys), keys, timeout)
+        self._wait_until(lambda: self._ask("check", keys), keys, timeout)
 
     def _wait_until(self, is_over: Callable[[], bool], keys: list[str], timeout: datetime.timedelta) -> None:
         until_s = time.monotonic() + timeout.total_seconds()
@@ -48,10 +48,18 @@ class WatchedStore(dist.Store):
                 raise dist.DistStoreError(f"waited {timeout.total_seconds():g} s in the store for {', '.join(keys)}")
             time.sleep(_PAUSE_S)
 
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._store, name)(*arguments)
+        except dist.DistNetworkError:  # its server has died, or has noticed a death before this rank
+            if lost.news():
+                lost.check("torch's store")
+            raise
+
 
 def _pass_on(name: str) -> Callable[..., Any]:
     def method(self: WatchedStore, *arguments: Any) -> Any:
-        return getattr(self._store, name)(*arguments)
+        return self._ask(name, *arguments)
 
     return method
 

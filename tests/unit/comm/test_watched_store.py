@@ -49,3 +49,20 @@ def test_a_wait_ends_at_its_timeout_and_when_ranks_are_lost(store, monkeypatch):
     for wait in (store.get, lambda key: store.multi_get([key]), lambda key: store.wait([key]), store.queue_pop):
         with pytest.raises(RankLostError, match="torch's store, for never"):
             wait("never")
+
+
+def test_a_server_that_has_gone_is_a_loss_where_ranks_are_lost(monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, 1, True, datetime.timedelta(seconds=9), False)
+    store = WatchedStore(dist.TCPStore("127.0.0.1", server.port, None, False, datetime.timedelta(seconds=9), False))
+    del server
+    with pytest.raises(dist.DistNetworkError):
+        store.add("a", 1)
+
+    def check(waited_for):
+        raise RankLostError(waited_for)
+
+    monkeypatch.setattr(lost, "news", lambda: True)
+    monkeypatch.setattr(lost, "check", check)
+    for call in (lambda: store.set("a", "1"), lambda: store.add("a", 1)):
+        with pytest.raises(RankLostError, match="torch's store"):
+            call()
