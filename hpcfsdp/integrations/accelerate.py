@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from torch import nn
 
@@ -28,7 +29,7 @@ from hpcfsdp.integrations.recipe import Recipe, check_options, refuse_given
 from hpcfsdp.integrations.training_state import FILE_NAME, pack, unpack
 from hpcfsdp.state_dict import StateDictOptions, get_model_state_dict
 from hpcfsdp.units.flat_unit import unit_of
-from hpcfsdp.world import World, current_world, init
+from hpcfsdp.world import World, before_finalize, current_world, init
 
 _REFUSED = dict.fromkeys(
     "fsdp_plugin deepspeed_plugin deepspeed_plugins megatron_lm_plugin torch_tp_plugin parallelism_config".split(),
@@ -264,6 +265,15 @@ def _route_calls(sharded: FullyShardedDataParallel) -> None:
     _compat.set_call(model, call)
     if hasattr(kind, "generate") and "generate" not in vars(model):
         model.generate = functools.wraps(kind.generate)(generate)
+
+
+def _forget() -> None:
+    """Not collective. Have accelerate count processes anew: all its objects share one state, that of the lost world."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()  # with loaders that the loss has left in their middle
+
+
+before_finalize(lambda: None, _forget)
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
