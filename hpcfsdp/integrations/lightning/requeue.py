@@ -55,7 +55,11 @@ class Requeue(Callback):
         # inside of a collective.
         self._stop.__enter__()
 
-    on_sanity_check_start = on_train_start = setup
+    on_sanity_check_start = setup
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.setup(trainer, pl_module)
+        self._step = trainer.global_step  # after a loss the same on all ranks, also those that were spares
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._stop.__exit__()
