@@ -3,6 +3,7 @@
 What comes out is what Lightning gives in one process that takes the batches of all ranks.
 """
 
+import dataclasses
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -24,6 +25,7 @@ from hpcfsdp.integrations.lightning import (
     MPIClusterEnvironment,
     strategy as strategy_module,
 )
+from hpcfsdp.launch import job
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.programs.lightning_programs import *  # noqa: F403
 from tests.programs.lightning_programs import Block, Classifier, Curves, close, data, sharded, trainer_of
@@ -145,6 +147,13 @@ def test_a_rank_that_sees_one_device_uses_it(monkeypatch):
     for chosen, expected in ((other, other), (CPU, device)):
         monkeypatch.setattr(strategy_module, "current_world", lambda chosen=chosen: SimpleNamespace(device=chosen))
         assert strategy.root_device == expected
+
+
+def test_a_strategy_of_other_ranks_is_refused(shared_path, monkeypatch):
+    trainer = trainer_of(shared_path, sharded())
+    monkeypatch.setattr(job, "_job", dataclasses.replace(job.current_job()))  # as where ranks were lost, or are spares
+    with pytest.raises(LaunchError, match=f"for other ranks, as rank .* of {SIZE}.* within the function"):
+        trainer.fit(Classifier(), data(SIZE, train=True), data(SIZE))
 
 
 def test_numbers_that_contradict_mpi(shared_path):

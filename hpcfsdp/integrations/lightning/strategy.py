@@ -51,6 +51,11 @@ class MPIClusterEnvironment(MPIEnvironment):
         """Return whether MPI has several processes. Collective over all processes of the job."""
         return current_job().comm.size > 1
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the job still consists of these ranks: in ``hpcfsdp.resilient`` others may take part in a run."""
+        return self._job is current_job()
+
     def world_size(self) -> int:
         return self._job.topology.size
 
@@ -163,6 +168,13 @@ class ShardingOverMpi:
 
     def setup_environment(self) -> None:
         """Call ``hpcfsdp.init``, unless the program has. Collective over all processes of the job."""
+        if not self._environment.is_current:
+            now = current_job().comm
+            raise LaunchError(
+                f"this strategy was made for other ranks, as rank {self.global_rank} of {self.world_size}, and is used "
+                f"as rank {now.rank} of {now.size}: make strategy and Trainer, or Fabric, within the function that "
+                "hpcfsdp.resilient calls"
+            )
         found = current_world() or hpcfsdp.init(self._wanted or self.root_device)
         if found.device.type != self.root_device.type:
             raise LaunchError(
