@@ -1,55 +1,26 @@
-"""The programs in docs/examples for Lightning, transformers, accelerate and peft, as jobs of their own.
+"""The programs in docs/examples for Lightning, transformers, accelerate and peft, as jobs of their own."""
 
-Rank 0 starts the jobs; the other ranks of this test have nothing to do.
-"""
-
-import functools
 import json
-import os
 import re
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 
 from hpcfsdp.checkpoint import open_index
-from tests.cli.conftest import Job
-from tests.under_mpi import COMM
-
-ROOT = Path(__file__).resolve().parents[2]
-LAUNCHED = re.compile(r"(OMPI|PMIX|PRTE|PMI|HYDRA|ACCELERATE|FSDP)_|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_")
-
-
-def rank_0(test):
-    """A test that passes on other ranks at once. Not a skip: all ranks report equally many phases."""
-
-    @functools.wraps(test)
-    def run(*given, **named):
-        return test(*given, **named) if COMM.rank == 0 else None
-
-    return run
+from tests.programs.jobs import *  # noqa: F403
+from tests.programs.jobs import ROOT, rank_0
 
 
 @pytest.fixture
-def example(tmp_path, monkeypatch):
-    """Start a program of docs/examples on some ranks, in an empty folder, and not as a part of this job."""
-    for name in filter(LAUNCHED.match, list(os.environ)):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    jobs = []
+def example(program):
+    """Start a program of docs/examples."""
 
     def start(name, *arguments, ranks=2, change=None):
         source = (ROOT / "docs/examples" / f"{name}.py").read_text()
-        path = tmp_path / f"{name}.py"
-        path.write_text(change(source) if change else source)
-        jobs.append(Job(["-m", "tests.programs.program", path, *arguments], ranks, tmp_path, None))
-        return jobs[-1]
+        return program(name, change(source) if change else source, *arguments, ranks=ranks)
 
-    yield start
-    for job in jobs:
-        if job.code is None:
-            job.end()
+    return start
 
 
 def logged(job, name):
