@@ -24,6 +24,8 @@ from hpcfsdp.world import current_world
 _RANK_BYTES, _HOST_BYTES = 8, 64
 _MOST_HOSTS = 16
 
+_measured: dict[tuple[torch.device, torch.dtype], float] = {}  # peak rates, by this process
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -46,23 +48,19 @@ def agree_on_facts(
 ) -> Facts:
     """Return the facts, the same on all ranks but for `hosts`. Collective over `comm`, the ranks of the model.
 
-    The peak rate of the device is measured unless it is given.
+    The peak rate of the devices is measured unless ranks give it.
     """
     world = current_world()
     rank = world.rank if world is not None else comm.rank
     elements, trained = (None, 0) if model is None else count_elements(model)
-    if peak_flops is None:
-        dtype = torch.float32 if model is None else training_dtype(model)
-        peak_flops = measured_peak(device, dtype)
-    peak = torch.tensor([peak_flops], dtype=torch.float64, device=comm.device)
-    comm.all_reduce(peak, "sum")
+    dtype = torch.float32 if model is None else training_dtype(model)
     units = [] if model is None else [*units_in(model), *dtensor_units_in(model)]
     return Facts(
         rank,
         max((unit.mesh.size("tensor") for unit in units), default=1),
         elements,
         flops_per_token or 6.0 * trained or None,
-        float(peak.item()),
+        _peak_of_all(comm, device, dtype, peak_flops),
         _hosts(comm, rank),
     )
 
@@ -118,6 +116,20 @@ def training_dtype(model: nn.Module) -> torch.dtype:
         if values.dtype.is_floating_point:
             counts[values.dtype] += values.numel()
     return next(filter(None, lowered), max(counts, key=counts.__getitem__, default=torch.float32))
+
+
+def _peak_of_all(comm: Communicator, device: torch.device, dtype: torch.dtype, given: float | None) -> float:
+    """Return the peak rate of the devices of all ranks together. Collective over `comm`.
+
+    Ranks that know none, as a spare that has taken the place of another rank, count as the mean of the others.
+    """
+    known = _measured.get((device, dtype)) if given is None else given
+    peaks = torch.tensor([known or 0.0, known is not None], dtype=torch.float64, device=comm.device)
+    comm.all_reduce(peaks, "sum")
+    if not peaks[1]:
+        _measured[device, dtype] = measured_peak(device, dtype)
+        return _peak_of_all(comm, device, dtype, None)
+    return (peaks[0] / peaks[1] * comm.size).item()
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:

@@ -116,8 +116,7 @@ def _train_once(train: Callable[[World], Result], of_init: dict[str, Any]) -> Re
 def _train_on(
     train: Callable[[World], Result], spares: int, min_ranks: int, max_losses: int | None, of_init: dict[str, Any]
 ) -> Result | None:
-    from hpcfsdp.comm.mpi import messages  # this and the next load torch, after MPI
-    from hpcfsdp.comm.mpi.node_memory import share
+    from hpcfsdp.comm.mpi.node_memory import share  # this and the next load torch, after MPI
     from hpcfsdp.resilience.survivors import Survivors
 
     global _survivors
@@ -126,11 +125,37 @@ def _train_on(
         node = _survivors.node()
         seats = share(node, node.size * lost.SEAT_BYTES)
         lost.current.sit(memoryview(seats.numpy().data), node.rank, _survivors.nodes.node_of(_survivors.rank))
-    all_alive = _survivors
-    all_alive.divide(spares)
-    if all_alive.is_spare:
-        for name in _LOADED_BY_SPARES:  # now: the others would wait for that
-            importlib.import_module(name)
+    _survivors.divide(spares)
+    if _survivors.is_spare:
+        _load()
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.collect()
+        gc.freeze()  # what lives now need not be searched for the memory of a lost world
+    try:
+        return _train_until_done(_survivors, train, min_ranks, max_losses, of_init)
+    finally:
+        if freezes:
+            gc.unfreeze()
+
+
+def _load() -> None:
+    """Load what a training needs: for this process, which was a spare, the others would wait."""
+    for name in _LOADED_BY_SPARES:
+        importlib.import_module(name)
+    torch = importlib.import_module("torch")
+    torch.optim.SGD([torch.zeros(1)], 0.1)  # torch loads as much again with the first optimizer
+
+
+def _train_until_done(
+    all_alive: Survivors,
+    train: Callable[[World], Result],
+    min_ranks: int,
+    max_losses: int | None,
+    of_init: dict[str, Any],
+) -> Result | None:
+    from hpcfsdp.comm.mpi import messages  # loads torch, after MPI
+
     losses = all_alive.losses  # before this call
     while True:
         result, done = None, True

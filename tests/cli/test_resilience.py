@@ -42,7 +42,8 @@ def steps(world, strike=lambda step: None, last=STEPS):
         for step in range(done + 1, last + 1):
             torch.manual_seed(step)
             whole = torch.randn(12, 8, dtype=torch.float64)
-            loss = model(whole.chunk(world.size)[world.rank]).square().mean()
+            # The mean over all ranks is that of the whole batch, for any number of ranks.
+            loss = model(whole.tensor_split(world.size)[world.rank]).square().sum() * world.size / whole.numel()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

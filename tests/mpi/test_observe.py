@@ -10,6 +10,7 @@ from torch import nn
 import hpcfsdp
 from hpcfsdp import checkpoint, observe, timeline
 from hpcfsdp.errors import UsageError
+from hpcfsdp.observe import facts
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.unit.observe.traces import lines_on_all_ranks, trace_of
 
@@ -234,3 +235,19 @@ def test_messages_have_one_size_however_many_ranks(world, shared_path, monkeypat
         for _ in range(2):
             run.step(loss=1.0, tokens=3)
     assert sizes == [48, 32] * 2
+
+
+def test_ranks_that_know_no_peak_count_as_the_mean_of_the_others(world, shared_path, monkeypatch):
+    def peak(given):
+        with observe.Run(shared_path, model=Chain(), peak_flops=given) as run:
+            run.event("none")
+        if world.rank == 0:
+            return json.loads((shared_path / "events.jsonl").read_text().splitlines()[-3])["peak_flops"]
+
+    monkeypatch.setattr(facts, "_measured", {})
+    monkeypatch.setattr(facts, "measured_peak", lambda device, dtype: 5e9)
+    assert peak(None) == (5e9 if world.rank == 0 else None)
+    facts._measured.clear() if world.rank else None
+    monkeypatch.delattr(facts, "measured_peak")  # what is known is not measured again
+    assert peak(None) == (5e9 if world.rank == 0 else None)
+    assert peak(1e9 if world.rank == 0 else None) == (1e9 if world.rank == 0 else None)
