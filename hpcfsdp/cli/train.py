@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,16 +76,15 @@ def _main(arguments: Sequence[str], comm: Any, stop: Preemption) -> int:
         with _writing_to(config.run_dir):
             logs.set_up(comm.rank, comm.size, env.host_name(), Path(config.run_dir, "logs"))
     device, of = None if config.device == "auto" else config.device, config.resilience
-    logged_as = comm.rank, comm.size
+    start = _Start((comm.rank, comm.size))
 
     def train(world: World) -> Outcome:
-        nonlocal logged_as
-        if (world.rank, world.size) != logged_as:
-            logged_as = world.rank, world.size
-            logs.set_up(*logged_as, env.host_name(), Path(config.run_dir, "logs"))
+        if (world.rank, world.size) != start.logged_as:
+            start.logged_as = world.rank, world.size
+            logs.set_up(*start.logged_as, env.host_name(), Path(config.run_dir, "logs"))
         if lost.generation and world.rank == 0:
             log.warning("going on with %d rank(s) after loss %d of this job", world.size, lost.generation)
-        outcome = run(config, world, stop)
+        outcome = run(config, world, stop, start)
         if world.rank == 0 and (held_out := outcome.held_out) is not None:
             print(
                 f"held-out: {held_out.bits_per_byte:.3f} bits per byte "
@@ -104,7 +103,15 @@ def _main(arguments: Sequence[str], comm: Any, stop: Preemption) -> int:
         logs.close()
 
 
-def run(config: RunConfig, world: World, stop: Preemption) -> Outcome:
+@dataclass
+class _Start:
+    """What a process keeps while the job goes on after losses."""
+
+    logged_as: tuple[int, int]  # rank and number of ranks in the log
+    began_after: int | None = None  # the step before the first one of this job; None: a spare knows of none
+
+
+def run(config: RunConfig, world: World, stop: Preemption, start: _Start | None = None) -> Outcome:
     """Run the training that `config` describes, as the only job in the folder of the run. Collective over all ranks."""
     from hpcfsdp.comm.agree import raise_together  # as above
     from hpcfsdp.examples.gpt.loop import Trainer
@@ -118,7 +125,7 @@ def run(config: RunConfig, world: World, stop: Preemption) -> Outcome:
         if world.rank == 0:
             again = lost.generation > 0  # the last rank 0 of this job may hold the folder
             lock.acquire(by_force=config.take_over or again, alone=again)
-    callbacks = _Command(config, world, lock)
+    callbacks = _Command(config, world, lock, start or _Start((world.rank, world.size)))
     try:
         return Trainer(config, world, stop, callbacks).run()
     finally:
@@ -128,8 +135,8 @@ def run(config: RunConfig, world: World, stop: Preemption) -> Outcome:
 class _Command(Callbacks):
     """Writes the configuration of the run, and shows steps. Rank 0 holds the lock."""
 
-    def __init__(self, config: RunConfig, world: World, lock: RunLock) -> None:
-        self._config, self._world, self._lock = config, world, lock
+    def __init__(self, config: RunConfig, world: World, lock: RunLock, start: _Start) -> None:
+        self._config, self._world, self._lock, self._start = config, world, lock, start
         self._show: Callable[[int, str], None] = lambda step, text: None
 
     def before_save(self) -> None:
@@ -142,6 +149,11 @@ class _Command(Callbacks):
                 kept = replace(self._config.checkpoint, resume_changed=False)
                 lasting = replace(self._config, take_over=False, checkpoint=kept)
                 configuration.write_yaml(lasting, Path(self._config.run_dir, "config.yaml"))
+
+    def began_after(self, step: int) -> int:
+        known = [began for began in self._world.host.all_gather_object(self._start.began_after) if began is not None]
+        self._start.began_after = min(known, default=step)
+        return self._start.began_after
 
     @contextlib.contextmanager
     def steps(self, done: int, last: int) -> Iterator[None]:

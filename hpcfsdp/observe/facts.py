@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hpcfsdp import accelerator, env
+from hpcfsdp.checkpoint.format.schema import CheckpointInfo
 from hpcfsdp.comm import Communicator
 from hpcfsdp.launch.together import versions
 from hpcfsdp.observe.held_memory import flat_params
@@ -83,6 +84,8 @@ def start_facts(comm: Communicator, facts: Facts, device: torch.device, resumed_
     """Return the facts of the event "start". Not collective."""
     world, hosts = current_world(), list(dict.fromkeys(facts.hosts.values()))
     is_device = accelerator.is_accelerator(device)
+    if isinstance(resumed_from, CheckpointInfo):
+        resumed_from = resumed_from.path if resumed_from.source == "file" else resumed_from.source
     return {
         "world_size": comm.size,
         "num_nodes": world.num_nodes if world is not None else len(hosts),

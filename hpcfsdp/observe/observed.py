@@ -16,9 +16,10 @@ from torch import nn
 
 from hpcfsdp import env, timeline
 from hpcfsdp.checkpoint.format.index import open_index
+from hpcfsdp.checkpoint.format.schema import CheckpointInfo
 from hpcfsdp.checkpoint.manager import Saved
 from hpcfsdp.comm import communicator_for, raise_together
-from hpcfsdp.errors import UsageError
+from hpcfsdp.errors import RankLostError, UsageError
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.observe.facts import agree_on_facts, start_facts
 from hpcfsdp.observe.held_memory import Holdings, memory_of
@@ -62,7 +63,7 @@ class Run:
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         resume_step: int | None = None,
-        resumed_from: str | os.PathLike[str] | None = None,
+        resumed_from: str | os.PathLike[str] | CheckpointInfo | None = None,
         every: int = 1,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
@@ -79,8 +80,8 @@ class Run:
             optimizer: its learning rate is recorded, the one of its first group.
             resume_step: the last step that was done before: records of later ones are dropped. Default: that of
                 `resumed_from`, else the last one in the folder, so that nothing is dropped; 0 drops all.
-            resumed_from: the checkpoint that the training goes on from. ``series`` continues its curves; without it,
-                those in the folder.
+            resumed_from: the checkpoint that the training goes on from: its path, or what loading it has returned.
+                ``series`` continues its curves; without it, or from memory, those in the folder.
             every: steps in a record, which has their means.
             flops_per_token: operations of a forward and backward for one token. Default: 6 for each trained parameter,
                 which leaves out attention.
@@ -281,7 +282,7 @@ class Run:
         Later calls do nothing.
 
         Args:
-            outcome: "complete", "stopped" or "error".
+            outcome: "complete", "stopped", "error", or "lost" where the job goes on without a rank.
             message: why.
         """
         if self._closed:
@@ -307,7 +308,7 @@ class Run:
         elif getattr(error, "raised_on_all_ranks", False):  # then all ranks come here
             self.close("error", f"{kind.__name__}: {error}")
         else:
-            self._let_go("error", f"{kind.__name__}: {error}")
+            self._let_go("lost" if isinstance(error, RankLostError) else "error", f"{kind.__name__}: {error}")
 
     # Parts of it
 
@@ -324,8 +325,12 @@ class Run:
 
     def _open(self, trackers: list[str | Tracker], resume_step: int | None, resumed_from: Any) -> None:
         """Open the files, and take up the steps and curves of an earlier run. On rank 0."""
-        index = None if resumed_from is None else open_index(resumed_from)
-        if resume_step is None:
+        is_info = isinstance(resumed_from, CheckpointInfo)
+        path = (resumed_from.path if resumed_from.source == "file" else None) if is_info else resumed_from
+        index = None if path is None else open_index(path)
+        if resume_step is None and is_info:
+            resume_step = resumed_from.step
+        elif resume_step is None:
             resume_step = index.info.step if index is not None else last_step(read_records(self.directory / METRICS))
         self._step = resume_step
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -401,8 +406,8 @@ class Run:
             self._trace.write_part()
         for handle in self._handles:
             handle.remove()
-        if outcome == "error" and self._comm.rank:  # the others may not know of it, and may never end
-            append_end(self.directory / EVENTS, self._step, f"rank {self._facts.rank}: {message}")
+        if outcome in ("error", "lost") and self._comm.rank:  # the others may not know of it, and may never end
+            append_end(self.directory / EVENTS, self._step, outcome, f"rank {self._facts.rank}: {message}")
         self.event("end", outcome=outcome, message=message)
         for tracker in self._trackers:
             with contextlib.suppress(Exception):

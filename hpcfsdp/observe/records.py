@@ -112,14 +112,14 @@ def last_step(found: Sequence[Mapping[str, Any]]) -> int:
     return max((step for record in found if (step := step_of(record)) is not None), default=0)
 
 
-def append_end(path: Path, step: int, message: str) -> None:
-    """Add the event of an error to a file of events that another rank writes, unless an end is its last event."""
+def append_end(path: Path, step: int, outcome: str, message: str) -> None:
+    """Add the event of an end to a file of events that another rank writes, unless an end is its last event."""
     with contextlib.suppress(OSError):  # the error itself is what the program raises
         events, _ = Tail(path).poll()
         if events and events[-1].get("kind") == "end":
             return  # thousands of ranks may have the same error
         file = EventsFile(path)
-        file.write_event("end", step, {"outcome": "error", "message": message})
+        file.write_event("end", step, {"outcome": outcome, "message": message})
         file.close()
 
 

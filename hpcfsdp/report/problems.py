@@ -228,18 +228,19 @@ def _restarts(run: RunFolder) -> Iterator[Problem]:
     if len(parts) < 2:
         return
     silent = sum(part.start is not None and part.end is None for part in parts[:-1])
-    errors = sum(part.end is not None and part.end.text("outcome") == "error" for part in parts[:-1])
-    lost = 0
+    outcomes = [part.end.text("outcome") for part in parts[:-1] if part.end is not None]
+    errors, losses, lost = outcomes.count("error"), outcomes.count("lost"), 0
     for part, following in itertools.pairwise(parts):
         if part.end is not None and part.end.step is not None and following.start is not None:
             lost += max(0, part.end.step - (following.start.step or 0))
     text = f"It was started {_times(len(parts))}"
     text += f"; it had ended with an error {_times(errors)}" if errors else ""
+    text += f"; it had lost ranks {_times(losses)}, and went on without them" if losses else ""
     text += f"; it had been killed, or its node had failed, {_times(silent)}" if silent else ""
     text += f"; {counted(lost, 'step')} had to be trained again" if lost else ""
-    text = f"{text}." if errors or silent or lost else "Each time it went on where it had stopped."
+    text = f"{text}." if errors or losses or silent or lost else "Each time it went on where it had stopped."
     title, remedy = f"The run was restarted {_times(len(parts) - 1)}.", "A checkpoint more often loses fewer steps."
-    found = _warning if errors or silent else _note
+    found = _warning if errors or losses or silent else _note
     yield found("restarts", title, text, remedy if lost else "", "how-to/preemption.md")
 
 

@@ -166,7 +166,7 @@ def _status(run: RunFolder, parts: list[Segment]) -> tuple[str, str]:
     last_record = float(known[-1]) if len(known) else math.inf
     if end is not None:
         has_hung = any(hang.seconds >= last_record for hang in run.hangs)
-        outcomes = {"complete": "complete", "error": "hung" if has_hung else "failed"}
+        outcomes = {"complete": "complete", "error": "hung" if has_hung else "failed", "lost": "failed"}
         return outcomes.get(end.text("outcome"), "stopped"), end.text("message")
     if run.hangs and run.hangs[-1].seconds >= last_record:
         return "hung", run.hangs[-1].head.partition("\n")[0]

@@ -13,6 +13,10 @@ class Callbacks:
     def before_save(self) -> None:
         """Do what comes before a checkpoint, and before the training. Collective over all ranks."""
 
+    def began_after(self, step: int) -> int:
+        """Return the step after which this job began, where it goes on after `step` now. Collective over all ranks."""
+        return step
+
     def steps(self, done: int, last: int) -> contextlib.AbstractContextManager[Any]:
         """Return a context for the steps `done` + 1 to `last`."""
         return contextlib.nullcontext()

@@ -65,6 +65,7 @@ class Trainer:
         self.run_dir = Path(config.run_dir)
         self.window = config.model.context + 1
         self.step = 0
+        self.resumed_from: checkpoint.CheckpointInfo | None = None
         self.observed: observe.Run | None = None
         # Rank 0 looks for all: one walk through the folders, and one view of a shared file system.
         self.newest, self.split = on_rank_0(world, self._look)
@@ -91,7 +92,8 @@ class Trainer:
     def run(self) -> Outcome:
         """Train until the steps are done or the job has to stop; the newest checkpoint then holds every step."""
         loop = self.config.train
-        last = min(loop.steps, self.step + loop.run_steps) if loop.run_steps else loop.steps
+        began = self.callbacks.began_after(self.step)
+        last = min(loop.steps, began + loop.run_steps) if loop.run_steps else loop.steps
         if self.step >= last:
             log.warning("all %d steps are done already; raise train.steps to go on", loop.steps)
         stopped = False
@@ -144,7 +146,7 @@ class Trainer:
             model=self.model,
             optimizer=self.optimizer,
             resume_step=self.step,
-            resumed_from=self.newest,
+            resumed_from=self.resumed_from,
             every=config.every,
             flops_per_token=6 * count_elements(shape) + attention,
             peak_flops=config.peak_flops or None,
@@ -262,7 +264,7 @@ class Trainer:
             elements = count_elements(self.config.model)
             log.info("new run: %d parameters on %s, %s", elements, ranks, self.world.device.type)
             return
-        self.step = info.step
+        self.step, self.resumed_from = info.step, info
         self.newest = info.path if info.source == "file" else self.newest
         source, seconds = info.path if info.source == "file" else info.source, time.perf_counter() - began
         checkpoint_log.info("loaded %s step=%d ranks=%d secs=%.2f", source, info.step, info.world_size, seconds)

@@ -123,7 +123,7 @@ def test_an_event_after_a_torn_line_is_on_a_line_of_its_own(tmp_path, end):
         events.close()
     whole = ["whole"] if b"whole" in end else []
     assert kinds(path) == ["start", *whole, "start", "end"]
-    append_end(path, 6, "error")  # there is one
+    append_end(path, 6, "error", "two")  # there is one
     assert kinds(path)[-2:] == ["start", "end"]
 
 
@@ -227,7 +227,7 @@ def test_what_lies_in_place_of_the_files_ends_no_run(tmp_path, give_away, caplog
     with observe.Run(tmp_path, peak_flops=1.0) as run:
         run.step(loss=1.0)
         assert run.series()["loss"] == ([1], [1.0])
-    append_end(tmp_path / "events.jsonl", 1, "an error")
+    append_end(tmp_path / "events.jsonl", 1, "error", "an error")
     assert "events.jsonl cannot be written, records are lost" in caplog.text
     if kind == "link":
         assert (tmp_path / "victim").read_text() == "precious"

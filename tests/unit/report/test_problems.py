@@ -168,8 +168,17 @@ def test_restarts_say_what_was_lost(tmp_path):
     write_lines(tmp_path / "events.jsonl", [start_event(0), error, start_event(20, 5), start_event(30, 7)])
     problem = found_in(tmp_path)["restarts"]
     assert problem.title == "The run was restarted twice."
+    assert "lost ranks" not in problem.text
     assert "ended with an error once" in problem.text and "killed, or its node had failed, once" in problem.text
     assert "3 steps had to be trained again" in problem.text
+
+
+def test_losses_after_which_the_job_went_on_are_no_errors(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [train_record(step, step) for step in range(1, 11)])
+    lost = {"kind": "end", "step": 8, "outcome": "lost", "message": "x"}
+    write_lines(tmp_path / "events.jsonl", [start_event(0), lost, start_event(20, 8)])
+    problem = found_in(tmp_path)["restarts"]
+    assert problem.text == "It was started twice; it had lost ranks once, and went on without them."
 
 
 def test_damaged_lines_and_logged_errors(plain):
