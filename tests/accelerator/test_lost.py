@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.ranks(1)
 
 SCRIPT = """
-import os, signal, sys, torch
+import os, signal, sys, time, torch
 from tests.accelerator import simulated
 import hpcfsdp
 from hpcfsdp.fsdp import FullyShardedDataParallel
@@ -29,12 +29,15 @@ def train(world):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step == 4 and world.rank == 1 and lost.generation == 0:
-            torch.accelerator.synchronize()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if waits == "host" or step == 7:
-            torch.accelerator.synchronize()  # in C code
         losses.append(loss.detach())
+        if step == 4 and lost.generation == 0:
+            torch.accelerator.synchronize()
+            if world.rank == 1:
+                time.sleep(0.5)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if waits == "host":
+                torch.distributed.all_reduce(torch.ones(3, device="sim"))
+                torch.accelerator.synchronize()  # in C code, which looks for no loss
     return [round(loss.item(), 6) for loss in losses]
 
 found = hpcfsdp.resilient(train, spares=1, device="sim")
