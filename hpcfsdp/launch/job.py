@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib.util
 import os
 import re
 import sys
 import warnings
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
-from hpcfsdp.errors import LaunchError
+from hpcfsdp.errors import LaunchError, RankLostError
 from hpcfsdp.hang import departure, lost
 from hpcfsdp.launch import signals
 from hpcfsdp.launch.topology import Topology
@@ -57,7 +59,7 @@ def load_mpi() -> Any:
         where = os.readlink("/proc/self/cwd")
         raise LaunchError(f"the working directory {where}: {error.strerror}; start in a folder that stays") from None
     check_gtl()
-    with env.singleton_mpi():
+    with env.singleton_mpi(), starting():
         from mpi4py import MPI
     if MPI.Is_finalized():
         raise LaunchError("MPI has been finalised in this process and cannot start again; call hpcfsdp.init() earlier")
@@ -76,6 +78,31 @@ def load_mpi() -> Any:
             "mpirun, choose its plug-in (srun --mpi=pmix or --mpi=pmi2), or install mpi4py for the launcher's MPI"
         )
     return MPI
+
+
+@contextlib.contextmanager
+def starting(*comms: Any) -> Iterator[None]:
+    """Return a context for collectives of all processes before a loss can be handled. Not collective itself.
+
+    Where MPI does not end the job when a process dies, this ends the process: when MPI reports a death to it, after
+    `comms` are revoked so that no other waits in them, or at the hang limit, for MPI_Init may wait for the dead.
+    """
+    if not env.goes_on_after_loss():
+        yield
+        return
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # no stderr, as in a notebook
+        if limit_s := env.hang_s():
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)  # also while MPI holds the GIL
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "Get_error_class", lambda: 0)() not in lost.FAILURES:
+            raise
+        for comm in comms:
+            comm.Revoke()
+        departure.abort("a process has died while the job started: start it again", RankLostError.exit_code)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 _CRAYS_MPI = re.compile(rb"libmpi_(cray|gnu|intel|nvidia|amd|aocc)(_\w+)?\.so")
@@ -144,21 +171,24 @@ def replace(job: Job) -> None:
 
 def _start() -> Job:
     mpi = load_mpi()
-    comm = mpi.COMM_WORLD.Dup()
-    node = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    leader, leaders = array("i", [comm.rank]), array("i", bytes(4 * comm.size))
-    node.Bcast(leader)
-    comm.Allgather(leader, leaders)  # 4 bytes for each rank, and no objects
-    topology = Topology.from_labels(leaders)
-    node.Free()
-    departure.install(comm)
+    with starting(mpi.COMM_WORLD):
+        comm = mpi.COMM_WORLD.Dup()
+    with starting(mpi.COMM_WORLD, comm):
+        node = comm.Split_type(mpi.COMM_TYPE_SHARED)
+        leader, leaders = array("i", [comm.rank]), array("i", bytes(4 * comm.size))
+        node.Bcast(leader)
+        comm.Allgather(leader, leaders)  # 4 bytes for each rank, and no objects
+        topology = Topology.from_labels(leaders)
+        node.Free()
+        departure.install(comm)
     signals.shield_children()
     if env.launcher_size() is not None:
         departure.watch_launcher()
     if comm.size > 1:
         _warn_of_forks(mpi)
         if env.goes_on_after_loss():
-            lost.current = lost.Watch(comm, range(comm.size), comm.allgather(env.host_name()))
+            with starting(mpi.COMM_WORLD, comm):
+                lost.current = lost.Watch(comm, range(comm.size), comm.allgather(env.host_name()))
     else:
         try:
             check_step()

@@ -121,10 +121,11 @@ def _train_on(
 
     global _survivors
     if _survivors is None:
-        _survivors = Survivors()
-        node = _survivors.node()
-        seats = share(node, node.size * lost.SEAT_BYTES)
-        lost.current.sit(memoryview(seats.numpy().data), node.rank, _survivors.nodes.node_of(_survivors.rank))
+        with job.starting(job.current_job().comm):
+            _survivors = Survivors()
+            node = _survivors.node()
+            seats = share(node, node.size * lost.SEAT_BYTES)
+            lost.current.sit(memoryview(seats.numpy().data), node.rank, _survivors.nodes.node_of(_survivors.rank))
     _survivors.divide(spares)
     if _survivors.is_spare:
         _load()

@@ -372,3 +372,27 @@ def test_a_command_goes_on_with_another_rank_0(start, tmp_path):
     files = [tmp_path / folder / "checkpoints/step-00000030.h5" for folder in ("run", "whole")]
     one, other = (dict(zip(*open_index(path).metrics["loss"], strict=True)) for path in files)
     assert one.items() <= other.items() and len(one) >= len(other) - 1  # rank 0 may die before it writes a record
+
+
+STARTING = """
+import os, signal, sys, time
+dies = os.environ["OMPI_COMM_WORLD_RANK"] == "1"
+if sys.argv[1] == "before" and dies:
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+import hpcfsdp
+from hpcfsdp.launch.job import load_mpi
+load_mpi()
+if dies:
+    os.kill(os.getpid(), signal.SIGKILL)
+hpcfsdp.resilient(lambda world: world.size, device="cpu")
+"""
+
+
+@pytest.mark.parametrize(("when", "code"), [("after", 75), pytest.param("before", 1, marks=pytest.mark.slow)])
+def test_a_loss_while_mpi_starts_ends_the_job(start, tmp_path, when, code):
+    (tmp_path / "script.py").write_text(STARTING)
+    environ = {"HPCFSDP_HANG_S": "5"}
+    ended = start("script.py", when, ranks=3, launcher=FT, environ=environ).wait(60)
+    assert ended.code == code, ended.stderr
+    assert ("died while the job started" if when == "after" else "in load_mpi") in ended.stderr
