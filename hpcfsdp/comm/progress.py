@@ -107,8 +107,8 @@ class Running:
             raise self._error
 
     def __del__(self) -> None:
-        told = self._error_is_raised or isinstance(self._error, RankLostError)  # which the next call raises, too
-        if self.done and self._error is not None and not told:
+        is_known = self._error_is_raised or isinstance(self._error, RankLostError)  # the next call raises that, too
+        if self.done and self._error is not None and not is_known:
             log.error("%s failed, and no caller waited for it: %s", self.label, self._error)
 
     def _wait(self, timeout_s: float, *, firm: bool, is_over: Callable[[], bool] | None = None) -> None:

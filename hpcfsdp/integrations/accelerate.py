@@ -267,13 +267,13 @@ def _route_calls(sharded: FullyShardedDataParallel) -> None:
         model.generate = functools.wraps(kind.generate)(generate)
 
 
-def _forget() -> None:
+def _count_anew() -> None:
     """Not collective. Have accelerate count processes anew: all its objects share one state, that of the lost world."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()  # with loaders that the loss has left in their middle
 
 
-before_finalize(lambda: None, _forget)
+before_finalize(lambda: None, _count_anew)
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
