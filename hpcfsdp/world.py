@@ -133,7 +133,7 @@ class World:
 
 _world: World | None = None
 _lookout: lost.Lookout | None = None  # where the device is an accelerator, and the job outlives ranks
-_before_finalize: list[tuple[Callable[[], None], Callable[[], None]]] = []
+_at_end: list[tuple[Callable[[], None], Callable[[], None], Callable[[], None]]] = []
 
 
 def current_world() -> World | None:
@@ -400,13 +400,24 @@ def _make_group(store: Any, backend: str, device: torch.device, timeout_s: float
     _compat.release_default_group()
 
 
-def before_finalize(finish: Callable[[], None], give_up: Callable[[], None] = lambda: None) -> None:
+def before_finalize(
+    finish: Callable[[], None],
+    give_up: Callable[[], None] = lambda: None,
+    forget: Callable[[], None] = lambda: None,
+) -> None:
     """Not collective. Have ``finalize`` call `finish` first, on all ranks. `finish` may call collectives.
 
     If it raises, it must raise on all ranks. ``finalize`` raises the error after its own work. If ranks are lost,
-    `give_up` is called instead, which must not communicate.
+    `give_up` is called instead, which must not communicate. `forget` drops what outlives a world whose ranks are lost:
+    at the end of ``finalize``, or of ``resilient``.
     """
-    _before_finalize.append((finish, give_up))
+    _at_end.append((finish, give_up, forget))
+
+
+def forget() -> None:
+    """Not collective. Drop what was kept to go on after a loss: the training has ended on all ranks."""
+    for *_, drop in _at_end:
+        drop()
 
 
 @public_call("hpcfsdp.finalize")
@@ -431,7 +442,7 @@ def finalize() -> None:
     leaving, problem = sys.exc_info()[0] is not None, None
     if leaving:
         hang.stop()
-    for finish, _ in () if leaving else _before_finalize:
+    for finish, *_ in () if leaving else _at_end:
         try:
             finish()
         except Exception as error:  # of any kind: the others wait in the next barrier
@@ -450,6 +461,10 @@ def finalize() -> None:
         progress.stop_thread()
         hang.stop()
     departure.is_clean = True
+    if lost.current is None:
+        forget()
+    else:
+        progress.abandon()  # receives of what another rank had no time to send
     try:
         if world.made_process_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -484,7 +499,7 @@ def abandon() -> None:
     _abort_groups()
     progress.stop_thread()
     hang.stop()
-    for _, give_up in _before_finalize:
+    for _, give_up, _ in _at_end:
         give_up()
     progress.abandon()
     _world, torch_group.default = None, None

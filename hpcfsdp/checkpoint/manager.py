@@ -39,6 +39,7 @@ from hpcfsdp.errors import (
     CheckpointReplacedError,
     UsageError,
 )
+from hpcfsdp.hang import lost
 from hpcfsdp.hang.calls import public_call
 from hpcfsdp.params.granularity import round_up
 from hpcfsdp.state.model import communicator_of, device_of
@@ -349,7 +350,8 @@ class CheckpointManager:
                         self._memory.finish()
                 if hasattr(own, "close"):  # not all kinds have one
                     own.close()
-            if self._memory_every is not None and not keep_memory:
+            # In a job that outlives ranks they are needed until all ranks have ended their training.
+            if self._memory_every is not None and not keep_memory and lost.current is None:
                 windows.drop(self.directory)
         finally:
             self._let_go()
@@ -400,6 +402,7 @@ class CheckpointManager:
         passed: tuple[tuple[Path, str], ...] = ()
         self.passed_over = passed
         sources: list[Path | MemorySource] = list(found)
+        version = None
         if self._memory_every is not None:
             everyone = comm.all_gather_object(held(self.directory))
             version = newest(everyone)
@@ -409,6 +412,8 @@ class CheckpointManager:
         for source in reversed(sources):
             info = self._load(comm, source, model, optimizer, fresh=fresh)
             if info is not None:
+                if version is not None:
+                    windows.keep(self.directory, version.token)
                 if self.passed_over and comm.rank == 0:
                     log.warning("using the older checkpoint %s step=%d instead", info.path, info.step)
                 return info

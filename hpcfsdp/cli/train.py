@@ -137,6 +137,7 @@ class _Command(Callbacks):
 
     def __init__(self, config: RunConfig, world: World, lock: RunLock, start: _Start) -> None:
         self._config, self._world, self._lock, self._start = config, world, lock, start
+        self.goes_on = lost.generation > 0
         self._show: Callable[[int, str], None] = lambda step, text: None
 
     def before_save(self) -> None:

@@ -194,8 +194,8 @@ class Running:
     def _explain(self, watcher: hang.Watcher, waited_s: float) -> None:
         """Write a report about the hang, and end with an error unless the others have come meanwhile."""
         path = watcher.explain(f"has waited {waited_s:.0f} s in {self.label}")
-        if lost.current is not None:  # that watcher, and those of other nodes, have ended the ranks that hang
-            until_s = time.monotonic() + lost.REPORTED_WITHIN_S
+        if lost.current is not None:  # watchers of all nodes end ranks that hang, as soon as they do for the limit
+            until_s = time.monotonic() + watcher.limit_s + lost.REPORTED_WITHIN_S
             while not self.done and time.monotonic() < until_s:
                 time.sleep(_SLEEP_S)
                 self._advance()

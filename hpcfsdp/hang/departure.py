@@ -321,6 +321,8 @@ def _leave() -> None:
         if lost.current is None:
             raise
         log.debug("a rank has ended before this one left the program: %s", problem)
+        if exits_with:  # the launcher does not see it, and the others would wait
+            lost.current.end_others(exits_with)
         orphaned = True
     # MPI_Finalize would wait for the launcher, and may for the dead.
     if orphaned or (lost.current is not None and lost.current.dead()):

@@ -5,6 +5,7 @@ raise ``RankLostError``. A rank that hangs is not dead: whoever has waited for t
 node that have not waited for anything meanwhile, and MPI reports these.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ import struct
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hpcfsdp import env
@@ -25,15 +26,18 @@ FAILURES = (75, 76, 77)
 """Error classes of Open MPI: a process has failed, one that a receive from any may wait for, or a communicator was
 revoked."""
 NEWS_S = 0.5  # how long an error of another kind may come before MPI reports the death that has caused it
-_SEAT = struct.Struct("qqd")  # of a process in the memory of its node: its pid, its start, and when it last waited
+_SEAT = struct.Struct("qqdq")
+"""Of a process in the memory of its node: its pid, its start, when it last waited, and its namespace of pids."""
 SEAT_BYTES = _SEAT.size
-LATE_TAG, DISMISS_TAG, END_TAG = range(3)
-"""Tags of messages about the job itself: the last one of a lost world, the end of waiting, and of ``end_others``."""
+LATE_TAG, DISMISS_TAG, DONE_TAG, END_TAG = range(4)
+"""Tags of messages about the job itself: the last one of a lost world; to spares that their waiting ends, or will when
+all are done; of ``end_others``."""
 _SENT_WITHIN_S = 1.0
 _BEAT_EVERY_S = 0.05
-_LOOK_EVERY_S = 2.0
+_LOOK_EVERY_S = 1.0
 _LOOK_OUT_EVERY_S = 0.1
 _LONGEST_PAUSE_S = 0.01
+_END_EVERY_S = 1.0
 REPORTED_WITHIN_S = 10.0  # how long MPI may take to report a process that was killed
 
 generation = 0
@@ -65,13 +69,20 @@ class Watch:
         self._seats = memoryview(b"") if before is None else before._seats
         self._mine, self._node = (0, ()) if before is None else (before._mine, before._node)
         self._beaten_s = self._looked_s = 0.0
-        self._ended: set[int] = set()  # of the node, which had ended when this one looked last, unknown to MPI
+        self._ended_s: dict[int, float] = {}  # since when processes of the node have ended, perhaps unknown to MPI
 
     def sit(self, seats: memoryview, place: int, node: Sequence[int]) -> None:
         """Take a seat in memory that the processes of the `node`, ranks of `comm`, share: ``SEAT_BYTES`` for each."""
         self._seats, self._mine, self._node = seats, place, node
         pid = os.getpid()
-        _SEAT.pack_into(seats, SEAT_BYTES * place, pid, stacks.start_of(pid), time.monotonic())
+        _SEAT.pack_into(seats, SEAT_BYTES * place, pid, stacks.start_of(pid), time.monotonic(), _namespace())
+
+    def _neighbours(self) -> Iterator[tuple[int, int, int, float]]:
+        """Yield place, pid, start and last wait of the processes of the node whose pids mean the same here."""
+        mine = _namespace()
+        for place, (pid, started, beat_s, namespace) in enumerate(_SEAT.iter_unpack(self._seats)):
+            if pid and namespace == mine:  # others are in containers of their own
+                yield place, pid, started, beat_s
 
     def dead(self) -> list[int]:
         """Return the ranks of the communicator that MPI reports as dead."""
@@ -97,7 +108,7 @@ class Watch:
         """Raise RankLostError, naming what this rank `waited_for`, if ranks of the world have died."""
         self.beat()
         self.look_for_end()  # which makes progress of MPI's, other than waits on shared memory
-        self._look_for_exits()
+        self.look_for_exits()
         if ranks := self.lost():
             hosts = tuple(self._hosts[self._world[rank]] for rank in ranks)
             raise RankLostError.of(ranks, hosts, calls.within(waited_for))
@@ -136,25 +147,26 @@ class Watch:
             self._beaten_s = now_s
             struct.pack_into("d", self._seats, SEAT_BYTES * self._mine + 16, now_s)
 
-    def _look_for_exits(self) -> None:
+    def look_for_exits(self) -> None:
         """Raise if a process of this node has ended, and MPI does not report it: Open MPI leaves out exit codes."""
-        if not self._seats or time.monotonic() - self._looked_s < _LOOK_EVERY_S:
+        now_s = time.monotonic()
+        if not self._seats or now_s - self._looked_s < _LOOK_EVERY_S:
             return
-        self._looked_s, before = time.monotonic(), self._ended
-        seats = enumerate(_SEAT.iter_unpack(self._seats))
-        ended = {self._node[n] for n, (pid, begun, _) in seats if pid and stacks.process(pid, begun).state in ("", "Z")}
-        self._ended = ended.difference(self.dead())
-        if found := sorted(self._ended & before):
+        self._looked_s = now_s
+        ended = [place for place, pid, start, _ in self._neighbours() if stacks.process(pid, start).state in ("", "Z")]
+        self._ended_s = {rank: self._ended_s.get(rank, now_s) for rank in map(self._node.__getitem__, ended)}
+        late = [rank for rank, since_s in self._ended_s.items() if now_s - since_s > REPORTED_WITHIN_S]
+        if found := sorted(set(late).difference(self.dead() if late else ())):
             raise CommunicationError(
                 f"process(es) {found} of the job on {self._hosts[found[0]]} have ended with an exit code of their own "
                 "(os._exit, or exit in C code): that ends the job"
             )
 
-    def end_hung(self, limit_s: float, *, but_this: bool = True) -> list[int]:
-        """Kill the processes of this node, perhaps not this one, that have not waited for `limit_s`. Return pids."""
+    def end_hung(self, limit_s: float) -> list[int]:
+        """Kill the processes of this node, this one last, that have not waited for `limit_s`. Return their pids."""
         ended = []
-        for place, (pid, started, beat_s) in enumerate(_SEAT.iter_unpack(self._seats)):
-            hangs = pid and not (but_this and place == self._mine) and time.monotonic() - beat_s > limit_s
+        for _, pid, started, beat_s in sorted(self._neighbours(), key=lambda each: each[0] == self._mine):
+            hangs = time.monotonic() - beat_s > limit_s
             if hangs and stacks.process(pid, started).state in ("R", "S", "D", "T", "t"):
                 log.error("process %d has hung for %.0f s: it is killed, so that the others can go on", pid, limit_s)
                 os.kill(pid, signal.SIGKILL)
@@ -205,9 +217,26 @@ def translate(error: Any, waited_for: str) -> None:
     check(waited_for)
 
 
-def news() -> bool:
-    """Not collective. Return whether ranks of the world have died, or are reported as dead within ``NEWS_S``."""
-    until_s = time.monotonic() + NEWS_S
+def _namespace() -> int:
+    """Return the number of the namespace of pids of this process."""
+    with contextlib.suppress(OSError):  # no Linux
+        return os.stat("/proc/self/ns/pid").st_ino
+    return 0
+
+
+def is_settled(request: Any) -> bool:
+    """Not collective. Return whether MPI no longer uses the memory of a request: it is complete, or its rank died."""
+    from mpi4py import MPI  # before torch on Cray
+
+    try:
+        return bool(request.Test())
+    except MPI.Exception:
+        return True
+
+
+def news(within_s: float | None = None) -> bool:
+    """Not collective. Return whether ranks of the world are reported as dead within so many seconds, or ``NEWS_S``."""
+    until_s = time.monotonic() + (NEWS_S if within_s is None else within_s)
     while current is not None:
         try:
             current.check("")
@@ -219,14 +248,17 @@ def news() -> bool:
     return False
 
 
-def wait_until(is_over: Callable[[], bool], what: str, look: Callable[[str], None], *, limited: bool = True) -> None:
+def wait_until(
+    is_over: Callable[[], bool], what: str, look: Callable[[str], None], *, limited: Callable[[], bool] = lambda: True
+) -> None:
     """Not collective. Poll `is_over`, which makes progress of MPI's, until it returns true.
 
-    Between two polls it calls `look` with `what` is waited for; ``check`` is one. If it is `limited`, it ends processes
-    of this node that hang after the hang limit. Raises HangError if that does not help.
+    Between two polls it calls `look` with `what` is waited for; ``check`` is one. While it is `limited`, it ends
+    processes of this node that hang: those that have not waited for the hang limit, once this wait has taken as long.
+    Raises HangError if that does not help: others may have begun to hang, or to wait, up to one hang limit later.
     """
-    began_s, polls = 0.0, 0
-    due_s = limit_s = env.hang_s() if limited else 0.0
+    began_s, polls, due_s = 0.0, 0, 0.0
+    limit_s = env.hang_s()
     while not is_over():
         look(what)
         polls += 1
@@ -236,9 +268,12 @@ def wait_until(is_over: Callable[[], bool], what: str, look: Callable[[str], Non
         now_s = time.monotonic()
         began_s = began_s or now_s
         waited_s = now_s - began_s
-        if limit_s and waited_s > due_s and current is not None:
-            if due_s > limit_s:
+        if current is not None and 0 < limit_s < waited_s and now_s > due_s:
+            due_s = now_s + _END_EVERY_S
+            if not limited():
+                began_s = now_s
+            elif waited_s > 2 * limit_s + REPORTED_WITHIN_S:
                 raise HangError(f"waited {waited_s:.0f} s in {what} for ranks that do not come, nor end")
-            current.end_hung(limit_s)
-            due_s = waited_s + REPORTED_WITHIN_S
+            else:
+                current.end_hung(limit_s)
         time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))

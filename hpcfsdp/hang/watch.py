@@ -55,6 +55,7 @@ class Watcher:
         self._seat, self._inquiry, self._end_job, self._traces = seat, Inquiry(run_dir), end_job, traces
         self._local = seat.nodes[seat.node].index(seat.rank)
         self._answered: set[str] = set()
+        self._ends_until_s = 0.0  # until when this rank ends processes of its node that hang
         self._began_s = time.time()  # a report from before is of another world, in which ranks were lost
         self._probes: list[weakref.WeakMethod[Probe]] = []
         self._watches_devices = False
@@ -113,7 +114,7 @@ class Watcher:
                 return written
             request, is_new = self._inquiry.ask(seat.job, f"rank {seat.rank} {reason}", ends=not anew)
             path = self._inquiry.report_path(request, seat.job)
-            self._answer(request, waits=True)
+            self._answer(request)
             until_s = time.monotonic() + _ANSWER_S
             while time.monotonic() < until_s and len(self._answers(request)) < len(seat.nodes) and not path.exists():
                 time.sleep(0.05)
@@ -149,6 +150,10 @@ class Watcher:
         look_s = 0.0
         while not self._ended.wait(_TICK_S):
             with contextlib.suppress(Exception):  # watching must end no training
+                if time.monotonic() < self._ends_until_s and lost.current is not None:
+                    # Ranks that wait for a device show it only when their own thread has found that.
+                    slack_s = 2 * _TICK_S if self._watches_devices else 0.0
+                    lost.current.end_hung(self.limit_s + slack_s)
                 if time.monotonic() >= look_s:
                     look_s = time.monotonic() + _ASK_EVERY_S * (1 + min(self._local, 5))
                     for request in self._inquiry.requests(self._seat.job):
@@ -175,16 +180,30 @@ class Watcher:
         if found is not None:
             reason = f"has waited {found[0]:.0f} s for {found[1]}"
             path = self.explain(reason)
-            self._end_job(f"{reason}: see {path}" if path else reason)
+            if not self._is_over(reference):
+                self._end_job(f"{reason}: see {path}" if path else reason)
 
-    def _answer(self, request: HangRequest, *, waits: bool = False) -> None:
-        """Answer for this node, unless another of its ranks does. This rank may be the one that `waits`."""
+    def _is_over(self, reference: weakref.WeakMethod[Probe]) -> bool:
+        """Return whether this world ends, or a device's wait, once ranks that hang have been ended."""
+        if lost.current is None:
+            return self._ended.is_set()
+        until_s = time.monotonic() + self.limit_s + lost.REPORTED_WITHIN_S
+        while not self._ended.wait(_BEAT_S) and time.monotonic() < until_s:
+            lost.current.beat()
+            probe = reference()
+            if lost.current.lost() or probe is None or probe(self.limit_s) is None:
+                return True
+        return self._ended.is_set()
+
+    def _answer(self, request: HangRequest) -> None:
+        """Answer for this node, unless another of its ranks does."""
         seat, is_known = self._seat, request.name in self._answered
         self._answered.add(request.name)
         if not is_known and self._inquiry.claim(request, seat.job, seat.node):
             self._inquiry.answer(request, seat.job, seat.node, self._look_at_node())
             if request.ends and lost.current is not None:
-                lost.current.end_hung(self.limit_s, but_this=waits)
+                # Some may hang for less than the limit yet: they waited after who asks had begun to.
+                self._ends_until_s = time.monotonic() + self.limit_s + lost.REPORTED_WITHIN_S
 
     def _look_at_node(self) -> dict[str, Any]:
         seat, local = self._seat, self._seat.nodes[self._seat.node]

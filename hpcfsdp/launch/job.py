@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -20,6 +21,8 @@ from hpcfsdp.errors import LaunchError, RankLostError
 from hpcfsdp.hang import departure, lost
 from hpcfsdp.launch import signals
 from hpcfsdp.launch.topology import Topology
+
+log = logging.getLogger("hpcfsdp.job")
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -100,7 +103,8 @@ def starting(*comms: Any) -> Iterator[None]:
             raise
         for comm in comms:
             comm.Revoke()
-        departure.abort("a process has died while the job started: start it again", RankLostError.exit_code)
+        log.error("a process of the job died while it started: start it again; %s ends, too", env.host_name())
+        os._exit(RankLostError.exit_code)  # as all others: mpirun may wait for ever after MPI_Abort
     finally:
         faulthandler.cancel_dump_traceback_later()
 

@@ -4,14 +4,17 @@ import contextlib
 import datetime
 import ipaddress
 import socket
+import time
 from typing import Any
 
 from hpcfsdp import env
 from hpcfsdp.errors import LaunchError
+from hpcfsdp.hang import lost
 from hpcfsdp.launch.job import current_job
 from hpcfsdp.launch.together import minima
 
 PROBE_TIMEOUT_S = 3.0
+_ATTEMPT_S = 1.0  # to connect to the store, where rank 0 may be lost meanwhile
 
 
 def addresses_of_this_host() -> list[str]:
@@ -82,7 +85,17 @@ def open_store(comm: Any, *, single_node: bool, timeout_s: float) -> tuple[Any, 
             leads = current_job().topology.local_rank(comm.rank) == 0
             address = first_reached_by_all(candidates, port, comm, probes=leads)
         fd = servers[address].detach() if servers else None
-        store = dist.TCPStore(address, port, comm.size, fd is not None, timeout, False, master_listen_fd=fd)
+        until_s = time.monotonic() + timeout_s
+        attempt = timeout if lost.current is None or fd is not None else datetime.timedelta(seconds=_ATTEMPT_S)
+        while True:
+            try:
+                store = dist.TCPStore(address, port, comm.size, fd is not None, attempt, False, master_listen_fd=fd)
+                break
+            except dist.DistError:
+                lost.check("the store of rank 0")
+                if attempt is timeout or time.monotonic() > until_s:
+                    raise
+        store.set_timeout(timeout)
     finally:
         for server in servers.values():
             server.close()

@@ -126,6 +126,8 @@ def _train_on(
             node = _survivors.node()
             seats = share(node, node.size * lost.SEAT_BYTES)
             lost.current.sit(memoryview(seats.numpy().data), node.rank, _survivors.nodes.node_of(_survivors.rank))
+    else:
+        _survivors.settle()  # the last world's tags are used again
     _survivors.divide(spares)
     if _survivors.is_spare:
         _load()
@@ -173,6 +175,7 @@ def _train_until_done(
         with StopSignals() if all_alive.is_spare else contextlib.nullcontext():
             loss = all_alive.meet(done=done)
         if loss is None:
+            world.forget()
             all_alive.divide(0)  # they go on together
             return result
         messages.settle()
@@ -193,7 +196,9 @@ def _attempt(train: Callable[[World], Result], of_init: dict[str, Any]) -> tuple
     try:
         return _train_once(train, of_init), True
     except Exception as error:
-        if not isinstance(error, RankLostError) and not lost.news():
+        # Backends of torch may notice a death long before MPI reports it.
+        within_s = lost.REPORTED_WITHIN_S if isinstance(error, RuntimeError) else None
+        if not isinstance(error, RankLostError) and not lost.news(within_s):
             raise
         log.info("left the training: %s: %s", type(error).__name__, error)
     return None, False

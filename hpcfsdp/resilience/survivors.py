@@ -4,7 +4,8 @@ import contextlib
 import functools
 import time
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -37,15 +38,34 @@ def replaced(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return world and spares without the dead. A spare takes the place of one, of the same node if there is any there.
 
-    Places that no spare takes are gone. `node_of` has the node of each process.
+    If there is none, and spares have a node of their own, all places of the node move there: the world keeps its nodes.
+    The ranks that lived are spares then, and what they had in memory is on the next node of the world. So that is not
+    done in a world of one node, or where several nodes have lost ranks at once. Places that no spare takes are gone.
+
+    `node_of` has the node of each process.
     """
     left, taken = [rank for rank in spares if rank not in dead], dict[int, int]()
-    for same_node in (True, False):
-        for place in (rank for rank in world if rank in dead and rank not in taken):
+
+    def take(places: Iterable[int], *, same_node: bool) -> None:
+        for place in places:
             spare = next((rank for rank in left if not same_node or node_of[rank] == node_of[place]), None)
             if spare is not None:
                 taken[place] = spare
                 left.remove(spare)
+
+    take((rank for rank in world if rank in dead), same_node=True)
+    missing = [rank for rank in world if rank in dead and rank not in taken]
+    nodes = {node_of[rank] for rank in world}
+    if len({node_of[rank] for rank in missing}) == 1 and len(nodes) > 1:
+        places = [rank for rank in world if node_of[rank] == node_of[missing[0]]]
+        free = Counter(node_of[rank] for rank in left if node_of[rank] not in nodes)
+        home = next((node for node, count in free.items() if count >= len(places)), None)
+        if home is not None:
+            retired = [rank for place in places if (rank := taken.pop(place, place)) not in dead]
+            there = [rank for rank in left if node_of[rank] == home][: len(places)]
+            left = [*(rank for rank in left if rank not in there), *retired]
+            taken |= dict(zip(places, there, strict=True))
+    take((rank for rank in missing if rank not in taken), same_node=False)
     return tuple(taken.get(rank, rank) for rank in world if rank not in dead or rank in taken), tuple(left)
 
 
@@ -65,6 +85,8 @@ class Survivors:
         self.noticed_s = 0.0  # when this process first met others because of the last one, by ``time.monotonic``
         self._dead: tuple[int, ...] = ()
         self._agreements = 0
+        self._met = 0  # agreements before the last call of ``meet``
+        self._is_done = False  # as far as this spare knows: ranks of the world have done their work
         self._agreement: tuple[MPI.Request, array[int]] | None = None
 
     @property
@@ -92,25 +114,32 @@ class Survivors:
         Collective over all that live, those of the world and spares. A rank comes when its work is done, or when ranks
         were lost; a spare at once, and leaves when it is dismissed.
         """
-        self.noticed_s = 0.0
+        self.noticed_s, self._is_done, self._met = 0.0, False, self._agreements
+        if done and not self.is_spare:  # spares wait for ever until then
+            for rank in self.spares[self.world.index(self.rank) :: len(self.world)]:
+                self._base.Isend(array("i", [self._met]), rank, lost.DONE_TAG)
         try:
             if self._agree(done=done, limited=not self.is_spare):
                 return None
         except _Dismissed:
             return None
-        while True:
-            agreed = self._dead
-            with contextlib.suppress(RankLostError):
-                self._flush()
-            self._agree(done=False, limited=True)
-            if self._dead == agreed:  # on all, and so nobody's flush has failed
-                break
+        self.settle()
         gone = [(place, self._hosts[rank]) for place, rank in enumerate(self.world) if rank in self._dead]
         self.losses += 1
         lost.generation = self.losses  # of spares, too
         self.world, self.spares = replaced(self.world, self.spares, self._dead, self._node_of)
         self._make_job()
         return RankLostError.of([place for place, _ in gone], [host for _, host in gone], "hpcfsdp.resilient")
+
+    def settle(self) -> None:
+        """Have no message of an earlier world left. Collective over all that live."""
+        while True:
+            agreed = self._dead
+            with contextlib.suppress(RankLostError):
+                self._flush()
+            self._agree(done=False, limited=True)
+            if self._dead == agreed:  # on all, and so nobody's flush has failed
+                return
 
     def _agree(self, *, done: bool, limited: bool) -> bool:
         """Wait until all that live know the same deaths; return whether all are `done`. Collective over them."""
@@ -123,8 +152,12 @@ class Survivors:
             flags = array("i", [digest | (~digest & _MASK) << _BITS | done * _DONE])
             self._agreement = self._base.Iagree(flags), flags  # MPI writes there also if a spare is dismissed
             # Not Test: Open MPI ends it with an error as soon as a process dies, while others agree.
-            within = limited or dead != self._dead
-            lost.wait_until(self._agreement[0].Get_status, "resilient", self._look, limited=within)
+            lost.wait_until(
+                self._agreement[0].Get_status,
+                "resilient",
+                self._look,
+                limited=lambda: limited or self._is_done or tuple(lost.current.dead()) != self._dead,
+            )
             try:
                 self._agreement[0].Wait()
             except MPI.Exception as error:
@@ -142,9 +175,13 @@ class Survivors:
     def _look(self, _: str) -> None:
         lost.current.beat()
         lost.current.look_for_end()
+        lost.current.look_for_exits()
         with contextlib.suppress(MPI.Exception):  # a process has died since the agreement began: the next one
             if self.is_spare and self._base.Iprobe(MPI.ANY_SOURCE, lost.DISMISS_TAG):
                 raise _Dismissed
+            if self.is_spare and (message := self._base.Improbe(MPI.ANY_SOURCE, lost.DONE_TAG)) is not None:
+                message.Recv(met := array("i", [0]))
+                self._is_done |= met[0] == self._met  # others are of earlier calls
 
     def _flush(self) -> None:
         """Receive and drop all messages that were sent before. Collective over all that live.
@@ -170,7 +207,7 @@ class Survivors:
         """Make the world the job of this process, with communicators that have no messages yet. Not collective."""
         start_again()
         lost.current = lost.Watch(self._base, self.world, self._hosts, self._dead, lost.current)
-        departure.move_to(PartComm(self._base, sorted((*self.world, *self.spares)), _ALL))
+        departure.move_to(PartComm(self._base, (*self.world, *self.spares), _ALL))
         if not self.is_spare:
             topology = Topology.from_labels([self._node_of[rank] for rank in self.world])
             comm = PartComm(self._base, self.world, _WORLD)

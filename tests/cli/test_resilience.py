@@ -355,7 +355,7 @@ def test_a_command_goes_on_with_another_rank_0(start, tmp_path):
         "0.3",
     ]
     arguments += ["--resilience.spares", "1", "--train.steps", "40", "--train.run_steps", "30"]
-    arguments += ["--checkpoint.every", "10", "--checkpoint.memory_every", "1"]
+    arguments += ["--checkpoint.every", "10", "--checkpoint.memory_every", "1", "--checkpoint.resume", "never"]
     whole = start(*arguments, "--run_dir", "whole", ranks=3, launcher=FT).wait()
     assert whole.code == 0, whole.stderr
     killed = start(*arguments, ranks=3, launcher=FT)
@@ -395,4 +395,4 @@ def test_a_loss_while_mpi_starts_ends_the_job(start, tmp_path, when, code):
     environ = {"HPCFSDP_HANG_S": "5"}
     ended = start("script.py", when, ranks=3, launcher=FT, environ=environ).wait(60)
     assert ended.code == code, ended.stderr
-    assert ("died while the job started" if when == "after" else "in load_mpi") in ended.stderr
+    assert ("died while it started" if when == "after" else "in load_mpi") in ended.stderr

@@ -65,10 +65,10 @@ def newest(everyone: Sequence[Sequence[Held]]) -> Held | None:
 
     `everyone` is by rank what each holds.
     """
-    parts: dict[tuple[int, int, str], set[int]] = {}
+    parts: dict[tuple[int, int, str, int], set[int]] = {}
     facts = {}
     for one in (one for found in everyone for one in found):
-        key = one.generation, one.number, one.token
+        key = one.generation, one.number, one.token, one.step
         parts.setdefault(key, set()).update(one.ranks)
         facts[key] = one
     whole = [key for key, ranks in parts.items() if len(ranks) == facts[key].num_ranks]
@@ -81,14 +81,18 @@ class MemorySource:
     def __init__(self, directory: Path, version: Held, everyone: Sequence[Sequence[Held]], model: nn.Module) -> None:
         """Not collective. `everyone` is by rank what each holds, and the same on all ranks, as `version` is."""
         self.path, self._version, self._model = checkpoint_path(directory, version.step), version, model
-        parts = [[one.ranks for one in found if one[:3] == version[:3]] for found in everyone]
+        parts = [[one.ranks for one in found if one[:4] == version[:4]] for found in everyone]
         self._is_divided = any(found != [version.ranks] for found in parts)
         # By rank of the version, those of the model that can read its slot.
         self._holders = {
             of: [rank for rank, found in enumerate(parts) if found and of in found[0]] for of in version.ranks
         }
         self._window = next((window for window in windows.of(directory) if window.token == version.token), None)
-        found = {} if self._window is None else {of: self._window.find(of, version.number) for of in version.ranks}
+        found = (
+            {}
+            if self._window is None
+            else {of: self._window.find(of, version.number, version.step) for of in version.ranks}
+        )
         self._slots = {of: slot for of, slot in found.items() if slot is not None}
 
     def open(self, comm: Communicator, stack: contextlib.ExitStack) -> Opened:

@@ -156,10 +156,10 @@ class Window:
         """Return the slot that is, or will be, the one of a version."""
         return self.slots[holder, rank][version % 2]
 
-    def find(self, rank: int, version: int) -> Slot | None:
+    def find(self, rank: int, version: int, step: int) -> Slot | None:
         """Return a slot on this node with the version of a rank, None without one."""
         slots = (pair[version % 2] for (_, of), pair in self.slots.items() if of == rank)
-        return next((slot for slot in slots if slot.version == version), None)
+        return next((slot for slot in slots if (slot.version, slot.step) == (version, step)), None)
 
 
 def region_bytes(sizes: Sequence[SlotSize]) -> int:
@@ -192,16 +192,21 @@ def drop(directory: Path | None = None) -> None:
         _windows.pop(each, None)
 
 
+def keep(directory: Path, token: str) -> None:
+    """Not collective. Forget the versions of a folder but those in one window."""
+    of(directory)[:] = [window for window in of(directory) if window.token == token]
+
+
 def held_bytes() -> int:
     """Not collective. Return the bytes that versions in memory take on this rank."""
     return sum(window.nbytes for windows in _windows.values() for window in windows)
 
 
 def _settle() -> None:
-    """Note what has arrived, before all that is under way ends because ranks were lost."""
+    """Note what has arrived, before all that is under way ends."""
     for window in (window for windows in _windows.values() for window in windows):
         with contextlib.suppress(Exception):  # of any kind: its ranks may have been lost
             window.settle()
 
 
-before_finalize(drop, _settle)
+before_finalize(_settle, _settle, drop)

@@ -1,15 +1,20 @@
 """torch's store, where the job outlives ranks: who waits in it for a key of a rank that has died raises."""
 
 import datetime
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from hpcfsdp.hang import lost
+from hpcfsdp import env
+from hpcfsdp.errors import HangError
+from hpcfsdp.hang import departure, lost
 
 _PAUSE_S = 0.005
+_ATTEND_EVERY_S = 0.5
 
 
 class WatchedStore(dist.Store):
@@ -20,6 +25,8 @@ class WatchedStore(dist.Store):
         self._store = store
         self.port = store.port
         self.set_timeout(store.timeout)
+        self._asked_s: dict[int, float] = {}  # when a thread has asked the server for what it has not answered yet
+        threading.Thread(target=_attend, args=[weakref.ref(self)], name="hpcfsdp-store", daemon=True).start()
 
     def get(self, key: str) -> bytes:
         self._await([key], self.timeout)
@@ -49,12 +56,34 @@ class WatchedStore(dist.Store):
             time.sleep(_PAUSE_S)
 
     def _ask(self, name: str, *arguments: Any) -> Any:
+        thread = threading.get_ident()
+        self._asked_s[thread] = time.monotonic()
         try:
             return getattr(self._store, name)(*arguments)
         except dist.DistNetworkError:  # its server has died, or has noticed a death before this rank
-            if lost.news():
+            if lost.news(lost.REPORTED_WITHIN_S):
                 lost.check("torch's store")
             raise
+        finally:
+            del self._asked_s[thread]
+
+
+def _attend(reference: "weakref.ref[WatchedStore]") -> None:
+    """Watch over calls in which torch waits for the server, in C++ and without a timeout: rank 0 may hang."""
+    limit_s = env.hang_s()
+    while (store := reference()) is not None:
+        asked_s = min(list(store._asked_s.values()), default=None)
+        del store
+        watch = lost.current
+        if watch is not None and asked_s is not None and (waited_s := time.monotonic() - asked_s) > _ATTEND_EVERY_S:
+            watch.beat()
+            if 0 < limit_s < waited_s:
+                watch.end_hung(limit_s)
+            if 0 < 2 * limit_s + lost.REPORTED_WITHIN_S < waited_s:
+                departure.abort(
+                    f"torch's store has not answered for {waited_s:.0f} s: rank 0 hangs", HangError.exit_code
+                )
+        time.sleep(_ATTEND_EVERY_S)
 
 
 def _pass_on(name: str) -> Callable[..., Any]:

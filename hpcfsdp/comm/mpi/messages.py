@@ -11,7 +11,6 @@ message, more in messages of their own.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import struct
@@ -47,12 +46,13 @@ abandoned: list[Any] = []
 
 
 def settle() -> None:
-    """Not collective. Forget the requests of failed collectives, after all messages have been received or dropped."""
-    while abandoned:
-        requests, *_ = abandoned.pop()
-        for request in [each[0] for each in requests] if isinstance(requests, list) else [requests]:
-            with contextlib.suppress(MPI.Exception):  # of a rank that was lost
-                request.Test()
+    """Not collective. Forget the requests of failed collectives that are complete, or of a rank that was lost."""
+    abandoned[:] = [each for each in abandoned if not _is_settled(each[0])]
+
+
+def _is_settled(requests: Any) -> bool:
+    pending = [request for request, *_ in requests] if isinstance(requests, list) else [requests]
+    return not [request for request in pending if not lost.is_settled(request)]
 
 
 def _parts(tensor: Tensor) -> Iterator[list[Any]]:

@@ -34,7 +34,7 @@ def start_again() -> None:
     """Not collective. All parts and messages of this process are gone: use their tags again."""
     global _next_context
     _next_context = 1
-    _sent.clear()
+    _sent[:] = [each for each in _sent if not lost.is_settled(each[0])]
 
 
 class PartComm:

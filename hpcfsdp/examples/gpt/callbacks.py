@@ -10,6 +10,9 @@ from typing import Any
 class Callbacks:
     """Called by the training on every rank. These do nothing; ``hpcfsdp train`` has its own."""
 
+    goes_on = False
+    """Whether this job goes on after a loss: the checkpoints in the folder of the run are its own."""
+
     def before_save(self) -> None:
         """Do what comes before a checkpoint, and before the training. Collective over all ranks."""
 

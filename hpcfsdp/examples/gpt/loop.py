@@ -205,7 +205,7 @@ class Trainer:
         except OSError as error:
             raise HpcfsdpError(f"{folder}: cannot write checkpoints there: {error.strerror}") from error
         newest, given = checkpoint.latest(folder), self.config.checkpoint.resume
-        if newest is not None and given == "never":
+        if newest is not None and given == "never" and not self.callbacks.goes_on:
             raise UsageError(
                 f"checkpoint.resume is never, but {self.run_dir} holds checkpoints up to {newest.name}: a second "
                 "training would mix its files with them; choose another run_dir, or remove this one"

@@ -1,11 +1,14 @@
 """torch's store where ranks may be lost, next to the one that it passes calls on to."""
 
 import datetime
+import gc
 import threading
+import weakref
 
 import pytest
 import torch.distributed as dist
 
+from hpcfsdp.comm.backend import watched_store
 from hpcfsdp.comm.backend.watched_store import WatchedStore
 from hpcfsdp.errors import RankLostError
 from hpcfsdp.hang import lost
@@ -61,8 +64,32 @@ def test_a_server_that_has_gone_is_a_loss_where_ranks_are_lost(monkeypatch):
     def check(waited_for):
         raise RankLostError(waited_for)
 
-    monkeypatch.setattr(lost, "news", lambda: True)
+    monkeypatch.setattr(lost, "news", lambda _: True)
     monkeypatch.setattr(lost, "check", check)
     for call in (lambda: store.set("a", "1"), lambda: store.add("a", 1)):
         with pytest.raises(RankLostError, match="torch's store"):
             call()
+
+
+def test_a_rank_that_waits_for_a_hung_server_does_not_hang_itself_and_ends_those_that_do(store, monkeypatch):
+    seen = []
+
+    class Watch:
+        def beat(self):
+            seen.append("waits")
+
+        def end_hung(self, limit_s):
+            seen.append(limit_s)
+            answers.set()
+
+    answers = threading.Event()
+    monkeypatch.setattr(watched_store, "_ATTEND_EVERY_S", 0.01)
+    monkeypatch.setattr(watched_store.env, "hang_s", lambda: 0.1)
+    monkeypatch.setattr(lost, "current", Watch())
+    slow = WatchedStore(store)
+    store.check = lambda keys: answers.wait(5)
+    assert slow.check(["a"])
+    assert seen[0] == "waits" and seen[-1] == 0.1
+    reference = weakref.ref(slow)
+    del slow
+    assert reference() is None or [gc.collect(), reference()][-1] is None

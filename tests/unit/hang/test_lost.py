@@ -115,14 +115,18 @@ def sleeper():
     process.wait()
 
 
-def seat(seats, place, pid, beat_s):
-    lost._SEAT.pack_into(seats, lost.SEAT_BYTES * place, pid, stacks.start_of(pid), beat_s)
+def seat(seats, place, pid, beat_s, namespace=0):
+    lost._SEAT.pack_into(
+        seats, lost.SEAT_BYTES * place, pid, stacks.start_of(pid), beat_s, namespace or lost._namespace()
+    )
 
 
 def test_a_process_that_has_not_waited_for_the_limit_is_killed_and_no_other(comm, sleeper):
     seats = memoryview(bytearray(3 * lost.SEAT_BYTES))
     lost.current.sit(seats, 0, [0, 1, 2])
     seat(seats, 1, sleeper.pid, time.monotonic())
+    assert lost.current.end_hung(5.0) == []
+    seat(seats, 1, sleeper.pid, time.monotonic() - 6, namespace=7)  # in another container: the number means another
     assert lost.current.end_hung(5.0) == []
     seat(seats, 1, sleeper.pid, time.monotonic() - 6)
     assert lost.current.end_hung(5.0) == [sleeper.pid]
@@ -132,6 +136,7 @@ def test_a_process_that_has_not_waited_for_the_limit_is_killed_and_no_other(comm
 
 def test_an_exit_that_mpi_does_not_report_ends_the_job(comm, sleeper, monkeypatch):
     monkeypatch.setattr(lost, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(lost, "REPORTED_WITHIN_S", 0.2)
     seats = memoryview(bytearray(3 * lost.SEAT_BYTES))
     lost.current.sit(seats, 0, [0, 1, 2])
     seat(seats, 1, sleeper.pid, time.monotonic())
@@ -139,6 +144,7 @@ def test_an_exit_that_mpi_does_not_report_ends_the_job(comm, sleeper, monkeypatc
     sleeper.kill()
     sleeper.wait()
     lost.check("")  # MPI may still report it
+    time.sleep(0.3)
     with pytest.raises(CommunicationError, match=r"process\(es\) \[1\] of the job on a have ended with an exit code"):
         lost.check("")
     comm.failed = [1]
@@ -149,7 +155,36 @@ def test_an_exit_that_mpi_does_not_report_ends_the_job(comm, sleeper, monkeypatc
 def test_a_wait_that_ends_nobody_ends_with_an_error(comm, monkeypatch):
     monkeypatch.setattr(lost.env, "hang_s", lambda: 0.1)
     monkeypatch.setattr(lost, "REPORTED_WITHIN_S", 0.1)
+    monkeypatch.setattr(lost, "_END_EVERY_S", 0.01)
+    began_s = time.monotonic()
     with pytest.raises(HangError, match="in a message for ranks that do not come"):
         lost.wait_until(lambda: False, "a message", lost.check)
+    assert time.monotonic() - began_s > 0.3  # twice the limit: others may hang, or wait, for less than this rank waits
     until_s = time.monotonic() + 0.5
-    lost.wait_until(lambda: time.monotonic() > until_s, "a spare", lost.check, limited=False)
+    lost.wait_until(lambda: time.monotonic() > until_s, "a spare", lost.check, limited=lambda: False)
+
+
+def test_a_process_is_ended_that_begins_to_hang_while_another_waits_for_it(comm, sleeper, monkeypatch):
+    monkeypatch.setattr(lost.env, "hang_s", lambda: 0.4)
+    monkeypatch.setattr(lost, "_END_EVERY_S", 0.05)
+    seats = memoryview(bytearray(3 * lost.SEAT_BYTES))
+    lost.current.sit(seats, 0, [0, 1, 2])
+    seat(seats, 1, sleeper.pid, time.monotonic() + 0.3)
+    lost.wait_until(lambda: sleeper.poll() is not None, "a message", lost.check)
+    assert sleeper.returncode == -signal.SIGKILL
+
+
+def test_requests_are_settled_when_they_are_complete_or_their_rank_died():
+    from mpi4py import MPI
+
+    class Request:
+        def __init__(self, found):
+            self.found = found
+
+        def Test(self):
+            if isinstance(self.found, MPI.Exception):
+                raise self.found
+            return self.found
+
+    found = [lost.is_settled(Request(each)) for each in (True, False, MPI.Exception(75))]
+    assert found == [True, False, True]
