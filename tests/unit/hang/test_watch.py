@@ -15,9 +15,9 @@ def make(tmp_path):
     """``make(**arguments)``: the watch of a world of one rank."""
     made = []
 
-    def make_watch(**arguments):
+    def make_watch(*, limit_s=300.0, end_job=lambda text: None, **arguments):
         seat = watch.Seat("7", 0, [[0]], 0, memoryview(bytearray(events.NBYTES)), "here")
-        made.append(watch.Watcher(seat, tmp_path, 300.0, end_job=lambda text: None, **arguments))
+        made.append(watch.Watcher(seat, tmp_path, limit_s, end_job=end_job, **arguments))
         return made[-1]
 
     yield make_watch
@@ -92,3 +92,39 @@ def test_a_device_that_is_no_longer_used_is_freed(make, monkeypatch):
     while (device() or watched._probes) and time.monotonic() < until_s:
         time.sleep(0.01)
     assert Device.looks and device() is None and not watched._probes
+
+
+class Job:
+    """What a watch asks about the job where ranks may be lost."""
+
+    def __init__(self, losses):
+        self.losses, self.limits, self.beats = losses, [], 0
+
+    def beat(self):
+        self.beats += 1
+
+    def end_hung(self, limit_s):
+        self.limits.append(limit_s)
+
+    def lost(self):
+        return self.losses if self.limits else []
+
+
+@pytest.mark.parametrize(("losses", "ends"), [([1], False), ([], True)])
+def test_a_wait_for_a_device_ends_the_job_unless_a_rank_that_hangs_is_lost(make, monkeypatch, losses, ends):
+    class Device:
+        def longest_wait(self, _limit_s):
+            return 400.0, "its stream"
+
+    job, ended = Job(losses), []
+    monkeypatch.setattr(watch, "_TICK_S", 0.01)
+    monkeypatch.setattr(watch.lost, "current", job)
+    monkeypatch.setattr(watch.lost, "REPORTED_WITHIN_S", 0.2)
+    watched, device = make(end_job=ended.append, limit_s=0.1), Device()
+    watched.add_probe(weakref.WeakMethod(device.longest_wait))
+    until_s = time.monotonic() + 5.0
+    while not (ended if ends else job.limits) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert bool(ended) == ends
+    assert job.beats and job.limits[0] == 0.1 + 2 * 0.01  # time for others to find what waits for a device
