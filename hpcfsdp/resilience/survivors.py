@@ -119,7 +119,8 @@ class Survivors:
             for rank in self.spares[self.world.index(self.rank) :: len(self.world)]:
                 self._base.Isend(array("i", [self._met]), rank, lost.DONE_TAG)
         try:
-            if self._agree(done=done, limited=not self.is_spare):
+            # Spares alone know of no work that is done.
+            if self._agree(done=done, limited=not self.is_spare) and not set(self.world) <= set(self._dead):
                 return None
         except _Dismissed:
             return None
@@ -134,11 +135,16 @@ class Survivors:
     def settle(self) -> None:
         """Have no message of an earlier world left. Collective over all that live."""
         while True:
-            agreed = self._dead
-            with contextlib.suppress(RankLostError):
+            agreed, flushed = self._dead, True
+            try:
                 self._flush()
-            self._agree(done=False, limited=True)
-            if self._dead == agreed:  # on all, and so nobody's flush has failed
+            except RankLostError:
+                flushed = False
+            except MPI.Exception as error:
+                if error.Get_error_class() not in lost.FAILURES:
+                    raise
+                flushed = False
+            if self._agree(done=flushed, limited=True) and self._dead == agreed:
                 return
 
     def _agree(self, *, done: bool, limited: bool) -> bool:
@@ -167,8 +173,7 @@ class Survivors:
                 continue  # a death that not all had acknowledged
             if flags[0] & _MASK == ~(flags[0] >> _BITS) & _MASK:
                 self._dead = dead
-                # Spares alone know of no work that is done.
-                return bool(flags[0] & _DONE) and not set(self.world) <= set(dead)
+                return bool(flags[0] & _DONE)
             self.noticed_s = self.noticed_s or time.monotonic()
             time.sleep(0.001)
 

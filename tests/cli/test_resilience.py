@@ -124,7 +124,9 @@ nodes, most = int(os.environ["NODES"]), int(os.environ["MOST"])
 
 def strike(number, delay):
     time.sleep(delay)
-    os.kill(os.getpid(), number)
+    pathlib.Path(f"victim-{ME}").touch()
+    if len(list(pathlib.Path().glob("victim-*"))) <= (spares or 5):  # others of an earlier plan may be late
+        os.kill(os.getpid(), number)
 
 def plan(where):
     # The same on all that live: who dies now, how and when.
