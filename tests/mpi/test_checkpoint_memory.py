@@ -3,6 +3,7 @@
 Lost ranks take no part after the loss. Nodes are imagined: the ranks of one machine have a topology of several.
 """
 
+import dataclasses
 import gc
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from hpcfsdp.checkpoint.memory.saving import MemorySaver
 from hpcfsdp.checkpoint.memory.windows import Slot
 from hpcfsdp.checkpoint.saving import content
 from hpcfsdp.errors import UsageError
+from hpcfsdp.hang import lost
 from hpcfsdp.launch.topology import Topology
+from hpcfsdp.world import forget
 from tests.mpi.models import adamw, make_net, shard, train_sharded
 from tests.mpi.test_checkpoint_manager import contents
 
@@ -296,3 +299,25 @@ def test_a_saver_needs_names_where_the_plan_was_kept_by_a_file(comm, shared_path
         train(manager, model, optimizer, range(3, 10), comm)
     assert len(made) == 3  # the first file's is made again, with names
     assert isinstance(manager._memory, MemorySaver)
+
+
+def test_where_the_job_outlives_ranks_versions_outlive_their_manager(world, make_comm, shared_path, monkeypatch):
+    """A rank may be lost after another one has closed its manager; the training is done when all have returned."""
+
+    class NoLoss:
+        def check(self, waited_for): ...
+
+    monkeypatch.setattr(lost, "current", NoLoss())
+    comm = make_comm(nodes(world.size, "two"))
+    model, optimizer = make("flat", comm)
+    with manager_of(shared_path) as manager:
+        train(manager, model, optimizer, range(1, 3), comm)
+    (whole,) = windows.of(shared_path)
+    begun = dataclasses.replace(whole, generation=2, token="begun", slots={})  # of a world that was lost at once
+    windows.of(shared_path).append(begun)
+    manager = manager_of(shared_path)
+    info = manager.load_latest(model=model, optimizer=optimizer)
+    assert (info.step, info.source) == (2, "memory")
+    assert windows.of(shared_path) == [whole]
+    forget()
+    assert manager.load_latest(model=model, optimizer=optimizer) is None

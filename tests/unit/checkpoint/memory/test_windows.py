@@ -70,6 +70,7 @@ def held(generation, number, ranks, token="a", step=None, of=4):
         ([[held(1, 9, (0, 1, 2, 3))], [held(2, 1, (0, 1), "b", of=2)]], (2, 1)),
         ([[held(1, 9, (0, 1, 2, 3))], [held(2, 1, (0,), "b", of=2)]], (1, 9)),
         ([[held(1, 3, (0, 1), "a")], [held(1, 3, (2, 3), "b")]], None),  # of two trainings
+        ([[held(1, 3, (0, 1), step=3)], [held(1, 3, (2, 3), step=4)]], None),
     ],
 )
 def test_the_last_version_that_ranks_have_together_counts(everyone, expected):
