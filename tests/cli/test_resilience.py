@@ -115,6 +115,42 @@ def test_losses_change_no_loss_where_spares_take_the_places(job, tmp_path):
     assert ended.stderr.count("has hung for 4 s: it is killed") == 1
 
 
+MOVES = """
+import shutil
+from hpcfsdp.launch import job
+from hpcfsdp.launch.topology import Topology
+
+job.replace(job.Job(job.current_job().comm, Topology.regular(3, 2)))  # nodes that are imagined
+shapes, given = [], {"spares": 2, "device": "cpu"}
+undisturbed = hpcfsdp.resilient(steps, **given)
+if ME == 0:
+    shutil.rmtree("run")
+    pathlib.Path("undisturbed").write_text(repr(undisturbed))
+
+def strike(step):
+    if lost.generation == 0 and step == 5 and ME == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def train(world):
+    shapes.append([len(node) for node in world.topology.nodes])
+    return steps(world, strike)
+
+disturbed = hpcfsdp.resilient(train, **given)
+same = repr(disturbed) == pathlib.Path("undisturbed").read_text()
+print("result", ME, json.dumps([shapes, same, begun]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_node_that_has_lost_a_rank_moves_to_one_of_spares(job):
+    """Three nodes of two processes: rank 1 dies, 0 becomes a spare, and what both had is on the second node."""
+    ended = job(MOVES, 6)
+    assert ended.code == 0, ended.stderr
+    found = results(ended)
+    went_on = {rank: [[[2, 2]] * calls, True, [[4, "memory"]]] for rank, calls in {2: 2, 3: 2, 4: 1, 5: 1}.items()}
+    assert found == went_on | {0: [[[2, 2]], False, []]}, ended.stderr
+
+
 AT_RANDOM = """
 import logging, random, shutil
 from hpcfsdp.resilience import run
