@@ -97,6 +97,8 @@ def handles(context):
 class Signalled(multiprocessing.process.BaseProcess):
     """The signal arrives while it starts."""
 
+    _start_method = None
+
     @staticmethod
     def _Popen(process):
         os.kill(os.getpid(), signal.SIGUSR2)
