@@ -461,10 +461,10 @@ def finalize() -> None:
         progress.stop_thread()
         hang.stop()
     departure.is_clean = True
-    if lost.current is None:
-        forget()
-    else:
+    if lost.goes_on:
         progress.abandon()  # receives of what another rank had no time to send
+    else:
+        forget()
     try:
         if world.made_process_group and dist.is_initialized():
             dist.destroy_process_group()

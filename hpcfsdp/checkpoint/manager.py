@@ -351,7 +351,7 @@ class CheckpointManager:
                 if hasattr(own, "close"):  # not all kinds have one
                     own.close()
             # In a job that outlives ranks they are needed until all ranks have ended their training.
-            if self._memory_every is not None and not keep_memory and lost.current is None:
+            if self._memory_every is not None and not keep_memory and not lost.goes_on:
                 windows.drop(self.directory)
         finally:
             self._let_go()

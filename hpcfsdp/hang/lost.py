@@ -40,6 +40,8 @@ _LONGEST_PAUSE_S = 0.01
 _END_EVERY_S = 1.0
 REPORTED_WITHIN_S = 10.0  # how long MPI may take to report a process that was killed
 
+goes_on = False
+"""Whether this process trains, or is a spare, in a job that goes on after a loss."""
 generation = 0
 """How often the job has gone on after a loss. Communicators of an earlier generation refuse all calls."""
 

@@ -62,7 +62,8 @@ def load_mpi() -> Any:
         where = os.readlink("/proc/self/cwd")
         raise LaunchError(f"the working directory {where}: {error.strerror}; start in a folder that stays") from None
     check_gtl()
-    with env.singleton_mpi(), starting():
+    guard = contextlib.nullcontext() if "mpi4py.MPI" in sys.modules else starting()
+    with env.singleton_mpi(), guard:
         from mpi4py import MPI
     if MPI.Is_finalized():
         raise LaunchError("MPI has been finalised in this process and cannot start again; call hpcfsdp.init() earlier")
@@ -93,9 +94,11 @@ def starting(*comms: Any) -> Iterator[None]:
     if not env.goes_on_after_loss():
         yield
         return
+    is_limited = False
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # no stderr, as in a notebook
         if limit_s := env.hang_s():
             faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)  # also while MPI holds the GIL
+            is_limited = True
     try:
         yield
     except Exception as error:
@@ -106,7 +109,8 @@ def starting(*comms: Any) -> Iterator[None]:
         log.error("a process of the job died while it started: start it again; %s ends, too", env.host_name())
         os._exit(RankLostError.exit_code)  # as all others: mpirun may wait for ever after MPI_Abort
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        if is_limited:
+            faulthandler.cancel_dump_traceback_later()
 
 
 _CRAYS_MPI = re.compile(rb"libmpi_(cray|gnu|intel|nvidia|amd|aocc)(_\w+)?\.so")

@@ -98,9 +98,8 @@ class _Shield:
         if signal.SIGTERM in numbers:
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, _END])  # loky's processes start without
             signal.signal(_WAKE, lambda *_: None)
-            with _masked(
-                signal.SIG_BLOCK, signal.valid_signals()
-            ):  # a handler runs once the main thread is interrupted
+            # A signal that another thread takes does not interrupt the main one, which runs the handler.
+            with _masked(signal.SIG_BLOCK, signal.valid_signals()):
                 threading.Thread(target=_await_end, args=(parent,), name="hpcfsdp-signals", daemon=True).start()
             _wrap(subprocess.Popen, "__init__", lambda *_: _masked(signal.SIG_UNBLOCK, [signal.SIGTERM, _END]))
         shield_children()

@@ -135,15 +135,17 @@ def _train_on(
     if freezes:
         gc.collect()
         gc.freeze()  # what lives now need not be searched for the memory of a lost world
+    lost.goes_on = True
     try:
         return _train_until_done(_survivors, train, min_ranks, max_losses, of_init)
     finally:
+        lost.goes_on = False
         if freezes:
             gc.unfreeze()
 
 
 def _load() -> None:
-    """Load what a training needs: for this process, which was a spare, the others would wait."""
+    """Load what a training needs: the others would wait until this process, which is a spare, has."""
     for name in _LOADED_BY_SPARES:
         importlib.import_module(name)
     torch = importlib.import_module("torch")

@@ -138,10 +138,8 @@ class Survivors:
             agreed, flushed = self._dead, True
             try:
                 self._flush()
-            except RankLostError:
-                flushed = False
-            except MPI.Exception as error:
-                if error.Get_error_class() not in lost.FAILURES:
+            except (RankLostError, MPI.Exception) as error:
+                if isinstance(error, MPI.Exception) and error.Get_error_class() not in lost.FAILURES:
                     raise
                 flushed = False
             if self._agree(done=flushed, limited=True) and self._dead == agreed:
