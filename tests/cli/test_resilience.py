@@ -112,7 +112,8 @@ def test_losses_change_no_loss_where_spares_take_the_places(job, tmp_path):
     assert all(set(sizes) == {3} and losses == 4 and same for sizes, losses, same, _ in found.values()), found
     begun = max((begun for *_, begun in found.values()), key=len)
     assert begun == [[5, "memory"], [8, "memory"]]  # the step before the one in which ranks were lost
-    assert ended.stderr.count("has hung for 4 s: it is killed") == 1
+    killed = re.findall(r"process (\d+) has hung for 4 s: it is killed", ended.stderr)
+    assert len(set(killed)) == 1, killed  # by any of those that wait, perhaps several at once
 
 
 MOVES = """
