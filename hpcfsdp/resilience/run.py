@@ -116,16 +116,13 @@ def _train_once(train: Callable[[World], Result], of_init: dict[str, Any]) -> Re
 def _train_on(
     train: Callable[[World], Result], spares: int, min_ranks: int, max_losses: int | None, of_init: dict[str, Any]
 ) -> Result | None:
-    from hpcfsdp.comm.mpi.node_memory import share  # this and the next load torch, after MPI
-    from hpcfsdp.resilience.survivors import Survivors
+    from hpcfsdp.resilience.survivors import Survivors  # loads torch, after MPI
 
     global _survivors
     if _survivors is None:
         with job.starting(job.current_job().comm):
             _survivors = Survivors()
-            node = _survivors.node()
-            seats = share(node, node.size * lost.SEAT_BYTES)
-            lost.current.sit(memoryview(seats.numpy().data), node.rank, _survivors.nodes.node_of(_survivors.rank))
+            _survivors.sit()
     else:
         _survivors.settle()  # the last world's tags are used again
     _survivors.divide(spares)
@@ -159,8 +156,6 @@ def _train_until_done(
     max_losses: int | None,
     of_init: dict[str, Any],
 ) -> Result | None:
-    from hpcfsdp.comm.mpi import messages  # loads torch, after MPI
-
     losses = all_alive.losses  # before this call
     while True:
         result, done = None, True
@@ -180,7 +175,6 @@ def _train_until_done(
             world.forget()
             all_alive.divide(0)  # they go on together
             return result
-        messages.settle()
         ranks, places = len(all_alive.world), len(all_alive.spares)
         problem = f"{ranks} are left, min_ranks={min_ranks}" if ranks < min_ranks else ""
         if max_losses is not None and all_alive.losses - losses > max_losses:

@@ -11,6 +11,8 @@ from typing import Any
 from mpi4py import MPI
 
 from hpcfsdp import env
+from hpcfsdp.comm.mpi import messages
+from hpcfsdp.comm.mpi.node_memory import share
 from hpcfsdp.comm.mpi.part_comm import PartComm, start_again
 from hpcfsdp.errors import RankLostError
 from hpcfsdp.hang import departure, lost
@@ -76,9 +78,9 @@ class Survivors:
         """Take the job as it is: all live. Collective over all its ranks."""
         first = job.current_job()
         self._base: Any = first.comm
-        self.nodes = first.topology
+        self._nodes = first.topology
         self.rank, self.size = first.comm.rank, first.comm.size  # among all processes, also the dead
-        self._node_of = [self.nodes.node_rank(rank) for rank in range(self.size)]
+        self._node_of = [self._nodes.node_rank(rank) for rank in range(self.size)]
         self._hosts = first.comm.allgather(env.host_name())
         self.world, self.spares = tuple(range(self.size)), tuple[int, ...]()
         self.losses = 0  # after which the job has gone on
@@ -104,9 +106,11 @@ class Survivors:
         for rank in self.spares:
             self._base.Isend(array("i"), rank, lost.DISMISS_TAG)
 
-    def node(self) -> PartComm:
-        """Return a communicator of the processes of this node. Not collective; once, while all live."""
-        return PartComm(self._base, self.nodes.node_of(self.rank), _NODE)
+    def sit(self) -> None:
+        """Have the processes of each node see when the others last waited. Collective over all, while they live."""
+        ranks = self._nodes.node_of(self.rank)
+        node = PartComm(self._base, ranks, _NODE)
+        lost.current.sit(memoryview(share(node, node.size * lost.SEAT_BYTES).numpy().data), node.rank, ranks)
 
     def meet(self, *, done: bool) -> RankLostError | None:
         """Wait for all that live. Return None if all are `done`; otherwise the loss that the job has gone on from.
@@ -209,6 +213,7 @@ class Survivors:
     def _make_job(self) -> None:
         """Make the world the job of this process, with communicators that have no messages yet. Not collective."""
         start_again()
+        messages.settle()
         lost.current = lost.Watch(self._base, self.world, self._hosts, self._dead, lost.current)
         departure.move_to(PartComm(self._base, (*self.world, *self.spares), _ALL))
         if not self.is_spare:

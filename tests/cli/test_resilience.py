@@ -381,18 +381,8 @@ def test_the_example_of_the_page_goes_on(start, tmp_path):
 
 
 def test_a_command_goes_on_with_another_rank_0(start, tmp_path):
-    arguments = [
-        "-m",
-        "hpcfsdp",
-        "train",
-        *TINY,
-        "--run_dir",
-        "run",
-        "--data.paths",
-        __file__,
-        "--data.held_out",
-        "0.3",
-    ]
+    arguments = ["-m", "hpcfsdp", "train", *TINY, "--run_dir", "run"]
+    arguments += ["--data.paths", __file__, "--data.held_out", "0.3"]
     arguments += ["--resilience.spares", "1", "--train.steps", "40", "--train.run_steps", "30"]
     arguments += ["--checkpoint.every", "10", "--checkpoint.memory_every", "1", "--checkpoint.resume", "never"]
     whole = start(*arguments, "--run_dir", "whole", ranks=3, launcher=FT).wait()
