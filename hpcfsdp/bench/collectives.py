@@ -91,12 +91,14 @@ def _competitors(
 
     gather: dict[str, Callable[[], object]] = {
         OWN: lambda: host.all_gather_into_tensor(full, shard),
+        "torch on hpcmpi": lambda: _compat.all_gather_single(full, shard, None, False),
         "gloo": lambda: _compat.all_gather_single(full, shard, gloo, False),
         "MPI_Allgather": lambda: mpi.Allgather(part, whole),
     }
     scatter: dict[str, Callable[[], object]] = {
         "hpcfsdp shared": lambda: host.reduce_scatter_tensor(shard, shared_full, "sum"),
         OWN: lambda: host.reduce_scatter_tensor(shard, full, "sum"),
+        "torch on hpcmpi": lambda: _compat.reduce_scatter_single(shard, full, dist.ReduceOp.SUM, None, False),
         "gloo": lambda: _compat.reduce_scatter_single(shard, full, dist.ReduceOp.SUM, gloo, False),
         "MPI_Reduce_scatter_block": lambda: mpi.Reduce_scatter_block(whole, part, MPI.SUM),
     }
