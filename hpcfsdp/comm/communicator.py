@@ -14,6 +14,7 @@ from hpcfsdp.comm.reduce import ReduceOp, Reduction, Tensors, accumulate_dtype, 
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.hang import calls
 from hpcfsdp.hang.waits import same_call
+from hpcfsdp.launch.topology import Topology
 
 
 class Work(Protocol):
@@ -76,6 +77,11 @@ class CommOptions:
         return tuple((name, value) for name, value in values if value is not None and value is not False)
 
 
+KEPT_PART = 1 / 8
+"""The part of the node's memory up to which released memory is kept for the next gathers: to write to pages that are
+new takes ten times as long as to others."""
+
+
 class Communicator:
     """Collectives over `size` ranks. All methods are collective over them unless they say otherwise.
 
@@ -98,6 +104,8 @@ class Communicator:
     shares_gathered = False  # whether memory from ``alloc(gathered=True)`` is one memory for all ranks
     shares_memory = False  # whether some ranks read each other's memory from ``alloc``; the same on all ranks
     spans_nodes = False  # whether others of them only exchange messages
+    node_size = 1  # ranks that share memory with this one, itself included
+    topology: Topology | None = None  # which ranks share a node, where that is known
 
     # Memory
 
@@ -121,6 +129,29 @@ class Communicator:
 
     def free(self, tensor: Tensor) -> None:
         """Not collective. Free what ``alloc`` returned. The memory exists until no rank uses it any more."""
+
+    def all_gather_parts(
+        self,
+        memory: Tensor,
+        parts: Sequence[Tensors],
+        mine: Tensors,
+        *,
+        within: "Communicator | None" = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Gather into `memory` from ``alloc(gathered=True)``: ``parts[i]``, views of it, become rank i's `mine`.
+
+        Parts of different ranks may not overlap, and their elements are the same on all ranks. Those of `mine` are
+        cast. For ranks of several nodes: each receives a part of what comes from other nodes, for all of its node.
+        `within` are ranks of whole nodes that alone have the parts, and gather.
+        """
+        raise NotImplementedError
+
+    def release(self, memory: Tensor) -> None:
+        """Not collective. Free memory of ``all_gather_parts`` until the next one: once all ranks of the node say so.
+
+        A part of the node's memory may stay in use, for the next gathers. Ranks of one node free nothing.
+        """
 
     def gathering_memory(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which to allocate the output of a gather, right before it, where ``alloc`` does not."""

@@ -22,6 +22,7 @@ class FakeCommunicator(Communicator):
         self.device = torch.device(device)
         if not 0 <= rank < size or self.topology.size != size:
             raise CommunicationError(f"there is no rank {rank} among {size} rank(s) ({self.topology})")
+        self.node_size = len(self.topology.node_of(rank))
 
     def __repr__(self) -> str:
         return f"FakeCommunicator(rank={self.rank}, size={self.size})"

@@ -27,7 +27,10 @@ _YIELD_AFTER = 4
 """Polls before the process yields the core. On a free core that costs next to nothing; where ranks outnumber cores the
 awaited peer gets the core at once."""
 _CLOCK_EVERY = 8
-_SLEEP_S = 0.0002  # sleep between polls in a long wait: rank 0 writes a file, a peer compiles
+_YIELD_S, _SLEEP_PART, _SLEEP_S = 0.001, 0.05, 0.0002
+"""How long a wait yields the core, before it sleeps between polls, for a part of the wait so far, and for how long at
+most. A process that yields gives the core to others of its group alone, and SLURM, like a terminal, makes each rank a
+group: there a rank that only yields keeps two thirds of a core that it shares with the rank for which it waits."""
 _THREAD_SLEEP_S = 0.0001
 """Sleep of the thread: a link of 10 GB/s moves 1 MB meanwhile, less than a network's buffers hold."""
 
@@ -121,7 +124,6 @@ class Running:
                 if waited_s > timeout_s:
                     self._give_up(functools.partial(_timed_out, timeout_s, long_wait))
                 elif waited_s > waits.LOOK_AFTER_S:
-                    time.sleep(_SLEEP_S)
                     self._check_departed()
                     long_wait = long_wait or LongWait(self.label, self.owner, self.number)
                     if waited_s > long_wait.due_s:
@@ -140,7 +142,7 @@ class Running:
 
     def _waiting(self, is_over: Callable[[], bool]) -> Iterator[float]:
         """Advance all collectives until `is_over`. Yields the seconds of the wait from time to time."""
-        began_s, polls = time.monotonic(), 0
+        began_s, polls, waited_s = time.monotonic(), 0, 0.0
         while not is_over():
             self._advance()
             if len(_in_progress) > 1:
@@ -148,23 +150,22 @@ class Running:
             polls += 1
             if polls < _YIELD_AFTER:
                 continue
-            os.sched_yield()
+            if waited_s < _YIELD_S:
+                os.sched_yield()
+            else:
+                time.sleep(min(waited_s * _SLEEP_PART, _SLEEP_S))
             if polls % _CLOCK_EVERY == 0:
                 self._check_lost()
-                yield time.monotonic() - began_s
+                waited_s = time.monotonic() - began_s
+                yield waited_s
 
-    @_compat.outside_of_modes
-    @torch.no_grad()
     def _advance(self) -> None:
         """Continue until a condition does not hold yet."""
         if self.done or not self._stepping.acquire(blocking=False):  # another thread advances it
             return
         try:
-            if torch.is_inference_mode_enabled() == self._in_inference_mode:
+            if self._condition is None or self._condition.holds():
                 self._take_steps()
-            else:
-                with torch.inference_mode(self._in_inference_mode), torch.no_grad():
-                    self._take_steps()
         except StopIteration:
             self._finish(None)
         except BaseException as error:  # an interrupt, too: a later wait must not take this for complete
@@ -174,9 +175,17 @@ class Running:
         finally:
             self._stepping.release()
 
+    @_compat.outside_of_modes
+    @torch.no_grad()
     def _take_steps(self) -> None:
-        while self._condition is None or self._condition.holds():
+        """Continue, as the condition holds."""
+        if torch.is_inference_mode_enabled() != self._in_inference_mode:
+            with torch.inference_mode(self._in_inference_mode):
+                return self._take_steps()
+        self._condition = next(self._steps)
+        while self._condition.holds():
             self._condition = next(self._steps)
+        return None
 
     def _finish(self, error: BaseException | None) -> None:
         self._error = error

@@ -67,7 +67,7 @@ def test_a_signal_before_the_world_is_not_lost(world):
 def test_short_steps_ask_rarely_and_stop_together(world, monkeypatch):
     asked = []
     real = exchange.all_reduce
-    monkeypatch.setattr(exchange, "all_reduce", lambda *given: asked.append(1) or real(*given))
+    monkeypatch.setattr(exchange, "all_reduce", lambda *given, **named: asked.append(1) or real(*given, **named))
     with hpcfsdp.preemption() as stop:
         (step,) = set(steps_until(stop, world, send, at=2000, last=100_000))
     assert 2000 <= step <= 2000 + 2 * 20

@@ -1,11 +1,13 @@
 """Collectives on CPU tensors over MPI: messages between any ranks, shared memory within a node.
 
 Each collective is a generator of the conditions that it waits for (progress.py). Those on tensors from ``alloc`` use
-the node's shared memory (shared.py); all others exchange messages (exchange.py).
+the node's shared memory (shared.py). On one node large tensors elsewhere pass through such memory (staged.py); all
+others exchange messages (exchange.py).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import zlib
@@ -17,10 +19,10 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcfsdp import _compat
-from hpcfsdp.comm.communicator import Communicator, Work, check_list, check_peer, check_same_numel, describe
+from hpcfsdp.comm.communicator import KEPT_PART, Communicator, Work, check_list, check_peer, check_same_numel, describe
 from hpcfsdp.comm.mpi import exchange, shared, staged
 from hpcfsdp.comm.mpi.messages import MessageMatcher, MpiCall, Requests
-from hpcfsdp.comm.mpi.node_memory import NodeMemory, memory_at, memory_bytes, share
+from hpcfsdp.comm.mpi.node_memory import NodeMemory, memory_at, memory_bytes, memory_limit, share
 from hpcfsdp.comm.mpi.part_comm import PartComm
 from hpcfsdp.comm.mpi.shared import NodeView
 from hpcfsdp.comm.progress import Running, Steps, complete, run
@@ -69,7 +71,8 @@ class MpiCommunicator(Communicator):
         self.shares_gathered = self.topology.num_nodes == 1 and self.size > 1
         self.shares_memory = any(len(node) > 1 for node in self.topology.nodes)
         self.spans_nodes = self.topology.num_nodes > 1
-        self._matcher = MessageMatcher(comm, _TAG_MISMATCH)
+        self.node_size = len(self.topology.node_of(self.rank))
+        self._matcher = MessageMatcher(comm, _TAG_MISMATCH, self.topology.node_of(self.rank))
         self.calls = 0  # collectives that this rank has begun, the same number on all ranks
         self._labels: list[str | None] = [None] * _STORED_LABELS  # of the last calls
         self.world_ranks = _ranks_in_job(comm)
@@ -77,6 +80,7 @@ class MpiCommunicator(Communicator):
         self._closed, self._generation = False, lost.generation
         self._node: MPI.Intracomm | None = None
         self._allocated: dict[int, NodeMemory] = {}  # by address
+        self._released: dict[NodeMemory, None] = {}  # by ``release``, not freed yet, the oldest first
         self._staging = staged.StagingMemory()
         self._barrier_memory: NodeMemory | None = None  # for labelled_barrier
 
@@ -115,6 +119,7 @@ class MpiCommunicator(Communicator):
                 "communicator's alloc, or was freed before"
             )
         del self._allocated[memory.address]
+        self._released.pop(memory, None)
 
     # Collectives on tensors
 
@@ -122,31 +127,70 @@ class MpiCommunicator(Communicator):
         memory = self._memory_of(output, gathered=True)
         if memory is None:
             self._check(label, written=[output])
-            whole = output.view(self.size, output.numel() // self.size)
-            return self._run(label, async_op, exchange.all_gather_into, whole, shard.view(-1), self.topology)
+            whole, by_messages = output.view(self.size, output.numel() // self.size), exchange.all_gather_into
+            ways = staged.all_gather_into, functools.partial(by_messages, topology=self.topology)
+            return self._run_plain(label, async_op, output, ways, whole, shard.view(-1))
         if output.numel() != memory.mine.numel():
             raise CommunicationError(
                 f"{label} on rank {self.rank}: gathered memory of {memory.mine.numel()} elements can only be gathered "
                 f"as a whole, not {output.numel()} of them"
             )
-        return self._run(label, async_op, shared.all_gather, self._view(memory), output.view(-1), shard)
+        parts = [(part,) for part in output.view(self.size, -1)]
+        return self._run(label, async_op, shared.all_gather, self._view(memory), parts, (shard.view(-1),))
+
+    @_compat.outside_of_modes
+    def all_gather_parts(
+        self,
+        memory: Tensor,
+        parts: Sequence[Tensors],
+        mine: Tensors,
+        *,
+        within: Communicator | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        label, ranks = f"all_gather_parts of {describe(memory)}", within or self
+        assert isinstance(ranks, MpiCommunicator)
+        self._check_open(label)
+        found = self._memory_of(memory, gathered=True)
+        assert found is not None
+        self._released.pop(found, None)
+        self._clear_released()
+        found.ranks = ranks.topology.node_of(ranks.rank)
+        return ranks._run(label, async_op, shared.all_gather, ranks._view(found), parts, mine)
+
+    def release(self, memory: Tensor) -> None:
+        found = self._memory_of(memory, gathered=True)
+        if found is not None and self.spans_nodes and not self._closed:
+            found.release()
+            self._released[found] = None
+            self._clear_released()
+
+    def _clear_released(self) -> None:
+        """Free the memory that was released first, as far as peers have released it, too; keep the last."""
+        excess = sum(memory.mine.nbytes for memory in self._released) - KEPT_PART * memory_limit()
+        for memory in list(self._released):
+            if excess <= 0:
+                return
+            if memory.clear():
+                excess -= memory.mine.nbytes
+                del self._released[memory]
 
     def _reduce_scatter_tensor(
         self, label: str, output: Tensor, full: Tensor, reduction: Reduction, async_op: bool
     ) -> Running | None:
-        pieces = full.view(self.size, full.numel() // self.size).unbind()
+        pieces = full.view(self.size, full.numel() // self.size)
         memory, flat = self._memory_of(full), output.view(-1)
         if memory is None:
-            return self._run(label, async_op, exchange.reduce_scatter, pieces, flat, reduction)
+            ways = staged.reduce_scatter, exchange.reduce_scatter
+            return self._run_plain(label, async_op, full, ways, pieces, flat, reduction)
         label += _at(full, memory)
-        return self._run(label, async_op, shared.reduce_scatter, self._view(memory), pieces, flat, reduction)
+        return self._run(label, async_op, shared.reduce_scatter, self._view(memory), pieces.unbind(), flat, reduction)
 
     def _all_reduce(self, label: str, tensor: Tensor, reduction: Reduction, async_op: bool) -> Running | None:
         flat, memory = tensor.view(-1), self._memory_of(tensor)
         if memory is None:
-            if self.shares_gathered and staged.pays(tensor):
-                return self._run(label, async_op, staged.all_reduce, self._staging, flat, reduction)
-            return self._run(label, async_op, exchange.all_reduce, flat, reduction, self.topology)
+            ways = staged.all_reduce, functools.partial(exchange.all_reduce, topology=self.topology)
+            return self._run_plain(label, async_op, tensor, ways, flat, reduction)
         pieces, label = flat.tensor_split(self.size), label + _at(tensor, memory)
         return self._run(label, async_op, shared.all_reduce, self._view(memory), pieces, reduction)
 
@@ -283,6 +327,7 @@ class MpiCommunicator(Communicator):
         """Not collective. Refuse further calls, and leave collectives in progress incomplete."""
         self._closed = True
         self._allocated.clear()
+        self._released.clear()
         self._staging.memory = None
 
     def departed(self) -> set[int]:
@@ -297,10 +342,18 @@ class MpiCommunicator(Communicator):
         """Count a collective, and begin it."""
         call = self._call(label)
         steps = collective(call, *arguments)
-        if self.compare_calls and self.size > 1 and collective is not staged.all_reduce:  # which compares by itself
+        if self.compare_calls and self.size > 1 and collective is not staged.in_turn:  # which compares by itself
             texts = [f"{text} (call {self.calls})" for text in (label, call.label)]
             steps = _after_comparison(self._current_call(*texts), steps)
         return self._start(steps, label, async_op, call.sequence)
+
+    def _run_plain(
+        self, label: str, async_op: bool, full: Tensor, ways: tuple[Callable[..., Steps], ...], *arguments: Any
+    ) -> Running | None:
+        """Run a collective of memory that is not the communicator's, through memory of the node or by messages."""
+        if self.shares_gathered and staged.pays(ways[0], full):
+            return self._run(label, async_op, staged.in_turn, self._staging, *ways, *arguments)
+        return self._run(label, async_op, ways[1], *arguments)
 
     def _call(self, label: str) -> MpiCall:
         self._count(label)

@@ -5,8 +5,8 @@ the truncation: Open MPI copies all of it, straight from the memory of the sende
 probe matches each message and gives its length, and this rank receives the message into a buffer of this length. That
 is the caller's tensor only where the tensor has this length.
 
-A header precedes the bytes of a tensor: the call of the sender, and the number of bytes. Few bytes follow in the same
-message, more in messages of their own.
+A header precedes the bytes of a tensor, or of several: the call of the sender, and the number of bytes. Few bytes
+follow in the same message, more in messages of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import functools
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,15 @@ import xxhash
 from mpi4py import MPI
 from torch import Tensor
 
+from hpcfsdp.comm import traffic
 from hpcfsdp.comm.mpi.node_memory import decode_label, fit_label
 from hpcfsdp.comm.progress import Condition
+from hpcfsdp.comm.reduce import Tensors
 from hpcfsdp.errors import CommunicationError, DifferentCallsError
 from hpcfsdp.hang import lost
 
-_NUMBERS = struct.Struct("<qqQ")  # the number of the call, the bytes of the tensor, a hash of what must be equal
+_NUMBERS = struct.Struct("<qqQq")
+"""The number of the call, the bytes of the tensors, a hash of what must be equal, and the messages that follow."""
 _LABEL_BYTES = 192
 _HEADER_BYTES = _NUMBERS.size + _LABEL_BYTES
 _INLINE_BYTES = 1 << 13
@@ -55,13 +58,14 @@ def _is_settled(requests: Any) -> bool:
     return not [request for request in pending if not lost.is_settled(request)]
 
 
-def _parts(tensor: Tensor) -> Iterator[list[Any]]:
-    """Yield the tensor's bytes, as mpi4py takes buffers."""
+def _parts(tensors: Tensors) -> Iterator[list[Any]]:
+    """Yield the tensors' bytes, as mpi4py takes buffers."""
     # Not tensor.numpy(): that marks the storage as shared, and a shared storage cannot be freed by resizing it.
-    address, nbytes = tensor.data_ptr(), tensor.nbytes
-    for begin in range(0, nbytes, _PART_BYTES):
-        count = min(_PART_BYTES, nbytes - begin)
-        yield [MPI.buffer.fromaddress(address + begin, count), count, MPI.BYTE]
+    for tensor in tensors:
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        for begin in range(0, nbytes, _PART_BYTES):
+            count = min(_PART_BYTES, nbytes - begin)
+            yield [MPI.buffer.fromaddress(address + begin, count), count, MPI.BYTE]
 
 
 _encode = functools.lru_cache(1024)(functools.partial(fit_label, nbytes=_LABEL_BYTES))
@@ -125,7 +129,7 @@ class MpiCall:
 
     def find_mismatch(self, header: bytes, nbytes: int, peer: int) -> Mismatch | None:
         """Compare a header from `peer` with the one of this call for a tensor of `nbytes` bytes."""
-        sequence, sent_nbytes, sent_hash = _NUMBERS.unpack_from(header)
+        sequence, sent_nbytes, sent_hash, _ = _NUMBERS.unpack_from(header)
         if (sequence, sent_nbytes, sent_hash) == (self.sequence, nbytes, self._hash):
             return None
         theirs, text = decode_label(header[_NUMBERS.size :]), ""
@@ -160,18 +164,18 @@ class MpiCall:
 
 
 class Receive:
-    """The receive of one tensor: a header, and parts where the bytes are not in the header's message.
+    """The receive of tensors: a header, and parts where the bytes are not in the header's message.
 
     `source` is None where any rank may send, until one has.
     """
 
-    __slots__ = ("_first", "_parts", "_requests", "_skipped", "_tensor", "_unmatched", "call", "mismatch")
+    __slots__ = ("_first", "_parts", "_requests", "_skipped", "_tensors", "_unmatched", "call", "mismatch")
     __slots__ += ("is_matched", "source")
 
-    def __init__(self, call: MpiCall, tensor: Tensor, source: int | None) -> None:
-        self.call, self.source, self._tensor = call, source, tensor
+    def __init__(self, call: MpiCall, tensors: Tensors, source: int | None) -> None:
+        self.call, self.source, self._tensors = call, source, tensors
         self.mismatch: Mismatch | None = None  # what is wrong with the messages
-        self.is_matched = False  # all messages of the tensor
+        self.is_matched = False  # all messages of the tensors
         self._first: bytearray | None = None  # the message that begins with the header
         self._parts: Iterator[list[Any]] | None = None  # their buffers; None until the header has been read
         self._unmatched = 0  # parts
@@ -201,11 +205,11 @@ class Receive:
         self._requests.append((message.Irecv(buffer), buffer))
 
     def abandon(self) -> None:
-        """Write to the tensor no more, except in receives that MPI has begun. Drop later messages."""
+        """Write to the tensors no more, except in receives that MPI has begun. Drop later messages."""
         if self.mismatch is None:
             self.mismatch = self.call.foreign_message(0, self.source)
         if self._requests:
-            abandoned.append((self._requests, self.source, self._tensor))
+            abandoned.append((self._requests, self.source, self._tensors))
 
     def test(self) -> bool:
         """Return whether all matched messages have been received."""
@@ -219,21 +223,24 @@ class Receive:
         return True
 
     def _read_header(self, first: bytearray) -> None:
-        sequence, nbytes, _ = _NUMBERS.unpack_from(first) if len(first) >= _HEADER_BYTES else (0, -1, 0)
+        sequence, nbytes, _, following = _NUMBERS.unpack_from(first) if len(first) >= _HEADER_BYTES else (0, -1, 0, 0)
         inline = nbytes if nbytes <= _INLINE_BYTES else 0
         if nbytes < 0 or len(first) - _HEADER_BYTES != inline:
             self.mismatch = self.call.foreign_message(len(first), self.source)
             self._parts, self.is_matched = iter(()), True
             return
-        following = 0 if inline else -(-nbytes // _PART_BYTES)
         if sequence < self.call.sequence:  # a message of a call that failed here, with a tag that is used again
             self._skipped = following
             return
         if self.mismatch is None:
-            self.mismatch = self.call.find_mismatch(bytes(first[:_HEADER_BYTES]), self._tensor.nbytes, self.source)
+            expected = sum(tensor.nbytes for tensor in self._tensors)
+            self.mismatch = self.call.find_mismatch(bytes(first[:_HEADER_BYTES]), expected, self.source)
         if inline and self.mismatch is None:
-            MPI.buffer.fromaddress(self._tensor.data_ptr(), nbytes)[:] = memoryview(first)[_HEADER_BYTES:]
-        self._parts = _parts(self._tensor)
+            begin, inlined = _HEADER_BYTES, memoryview(first)
+            for buffer, count, _ in _parts(self._tensors):
+                buffer[:] = inlined[begin : begin + count]
+                begin += count
+        self._parts = _parts(self._tensors)
         self._unmatched = following
         self.is_matched = not following
 
@@ -252,8 +259,10 @@ class MessageMatcher:
     A rank sends the mismatches that it finds to all others, with a tag of their own.
     """
 
-    def __init__(self, comm: MPI.Intracomm, mismatch_tag: int) -> None:
+    def __init__(self, comm: MPI.Intracomm, mismatch_tag: int, node: Collection[int] = ()) -> None:
+        """Not collective. `node`: the ranks that share one with this rank."""
         self.rank, self.size = comm.rank, comm.size
+        self._node = frozenset(node)
         self.mismatches: dict[int, Mismatch] = {}  # that other ranks have found, by the number of the collective
         # Whether no posted receive has been cancelled: later messages for it would reach another communicator, if MPI
         # reused the context of this one.
@@ -266,16 +275,19 @@ class MessageMatcher:
         self._cancelled: deque[Receive] = deque()
         self._lock = threading.Lock()
 
-    def send(self, call: MpiCall, tensor: Tensor, to: int) -> list[tuple[MPI.Request, Any]]:
-        """Send a tensor to a rank. Returns the requests with the memory that each reads."""
-        nbytes = tensor.nbytes
-        first = bytearray(_NUMBERS.pack(call.sequence, nbytes, call._hash) + call._encoded)
-        if 0 < nbytes <= _INLINE_BYTES:
-            first += MPI.buffer.fromaddress(tensor.data_ptr(), nbytes)
+    def send(self, call: MpiCall, tensors: Tensors, to: int) -> list[tuple[MPI.Request, Any]]:
+        """Send tensors to a rank. Returns the requests with the memory that each reads."""
+        nbytes, parts = sum(tensor.nbytes for tensor in tensors), list(_parts(tensors))
+        inlined = parts if nbytes <= _INLINE_BYTES else []
+        following = [] if inlined else parts
+        first = bytearray(_NUMBERS.pack(call.sequence, nbytes, call._hash, len(following)) + call._encoded)
+        for part, *_ in inlined:
+            first += part
+        if to not in self._node:
+            traffic.count.sent_to_nodes += nbytes
         with self._lock:  # messages of two threads must not mix
             requests: list[tuple[MPI.Request, Any]] = [(self._comm.Isend([first, MPI.BYTE], to, call.tag), first)]
-            if nbytes > _INLINE_BYTES:
-                requests += [(self._comm.Isend(part, to, call.tag), tensor) for part in _parts(tensor)]
+            requests += [(self._comm.Isend(part, to, call.tag), tensors) for part in following]
         return requests
 
     def post(self, receive: Receive) -> None:
@@ -374,14 +386,15 @@ class Requests:
         # request, rank, and the memory that it reads, which must exist until the request is complete
         self._sends: list[tuple[MPI.Request, int, Any]] = []
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        """Send a tensor. It must not change until all requests are complete."""
-        to = self._call.ranks[to]
-        self._sends += [(request, to, read) for request, read in self._matcher.send(self._call, tensor, to)]
+    def send(self, tensors: Tensor | Tensors, to: int) -> None:
+        """Send tensors. They must not change until all requests are complete."""
+        to, tensors = self._call.ranks[to], (tensors,) if isinstance(tensors, Tensor) else tensors
+        self._sends += [(request, to, read) for request, read in self._matcher.send(self._call, tensors, to)]
 
-    def recv(self, tensor: Tensor, source: int | None) -> None:
-        """Receive a tensor from a rank, from any if `source` is None."""
-        receive = Receive(self._call, tensor, None if source is None else self._call.ranks[source])
+    def recv(self, tensors: Tensor | Tensors, source: int | None) -> None:
+        """Receive tensors, as many as are sent together, from a rank, from any if `source` is None."""
+        tensors = (tensors,) if isinstance(tensors, Tensor) else tensors
+        receive = Receive(self._call, tensors, None if source is None else self._call.ranks[source])
         self._receives.append(receive)
         self._matcher.post(receive)
 

@@ -5,13 +5,18 @@ docs/developers/node-memory.md describes the protocol, with the reason of each w
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import hashlib
+import mmap
 import os
 import platform
 import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,11 +28,12 @@ from hpcfsdp.errors import CommunicationError, DifferentCallsError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-ARRIVED, DONE = 0, 1
-"""Counters of a rank: operations that it has entered (its contribution is written), and left (it reads no more)."""
+ARRIVED, DONE, CLEARED = 0, 1, 2
+"""Counters of a rank: operations that it has entered (its contribution is written), and left (it reads no more), and
+the last one after which it has freed its part of the memory, or will not."""
 
-_LINE = 256  # bytes of flags for each rank, a multiple of the cache line: two counters, then two labels
-_COUNTERS = 16
+_LINE = 256  # bytes of flags for each rank, a multiple of the cache line: three counters, then two labels
+_COUNTERS = 32
 _LABEL_BYTES = (_LINE - _COUNTERS) // 2
 _ALIGNMENT = 4096
 
@@ -145,6 +151,22 @@ def memory_bytes(ranks: int, nbytes: int, *, gathered: bool) -> int:
     return _aligned(ranks * _LINE) + _aligned(max(1, nbytes)) * (1 if gathered else ranks)
 
 
+@functools.cache
+def memory_limit() -> int:
+    """Return the bytes of memory that processes here may use: the machine's, or the limit of a control group."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            place, name = ("", "memory.max") if number == "0" else ("memory", "memory.limit_in_bytes")
+            if number == "0" or "memory" in controllers.split(","):
+                group = Path("/sys/fs/cgroup", place, path.lstrip("/"))
+                for each in (group, *group.parents):  # in a container the path may be that outside
+                    with contextlib.suppress(OSError, ValueError):  # "max" is none
+                        limits.append(int((each / name).read_text()))
+    return min(limits)
+
+
 class NodeMemory:
     """Shared memory for collectives: flags, and one region for each rank of the node, or if `gathered` one for all."""
 
@@ -153,9 +175,10 @@ class NodeMemory:
     ) -> None:
         """`ranks`, of which this is number `place`, share ``memory_bytes`` zero bytes. Messages name them so."""
         self.gathered = gathered
+        self.is_released = False  # whether this rank has yet to free its part
         self.epoch = 0  # operations begun on this memory, the same number on all ranks
         self.is_busy = False  # one of them is in progress
-        self._ranks, self._mine = tuple(ranks), place
+        self.ranks, self._mine = tuple(ranks), place  # the ranks in messages
         self._peers = tuple(other for other in range(len(ranks)) if other != place)
         flag_bytes, region_bytes = _aligned(len(ranks) * _LINE), _aligned(max(1, numel * dtype.itemsize))
         self._flags = memoryview(shared[:flag_bytes].numpy())
@@ -163,6 +186,7 @@ class NodeMemory:
         begins = [flag_bytes + (0 if gathered else region_bytes * other) for other in range(len(ranks))]
         # For each rank of the node, in order, its memory as a 1-D tensor.
         self.regions = tuple(shared[begin : begin + numel * dtype.itemsize].view(dtype) for begin in begins)
+        self._pages = _whole_pages(shared.data_ptr() + flag_bytes, region_bytes, len(ranks), place)
         self.mine = self.regions[place]
         self.address = self.mine.untyped_storage().data_ptr()  # that of every tensor on the memory
         if numel:
@@ -178,6 +202,28 @@ class NodeMemory:
     def done(self) -> None:
         """Signal to the peers that this rank reads nothing of the operation any more."""
         self._set(DONE)
+
+    def release(self) -> None:
+        """Signal to the peers that this rank reads the memory no more until it is gathered again."""
+        self.done()
+        self.is_released = True
+
+    def clear(self) -> bool:
+        """Free this rank's part of memory that all peers have released. Return whether that is done."""
+        if self.is_released:
+            if not all(self._reached(peer, DONE, self.epoch) for peer in self._peers):
+                return False
+            _free_pages(*self._pages, is_shared=bool(self._peers))
+            self.fill()
+        return True
+
+    def fill(self) -> None:
+        """Promise the peers to free nothing from now on: the memory is gathered again."""
+        self.is_released = False
+        self._set(CLEARED)
+
+    def all_cleared(self) -> PeersReached:
+        return PeersReached(self, CLEARED, self.epoch, compare=False)
 
     def all_arrived(self, *, compare: bool = True) -> PeersReached:
         return PeersReached(self, ARRIVED, self.epoch, compare=compare)
@@ -222,8 +268,8 @@ class PeersReached:
                 mine, theirs = memory.label_of(memory._mine), memory.label_of(place)
                 if mine != theirs:
                     raise DifferentCallsError(
-                        f"rank {memory._ranks[memory._mine]} calls {decode_label(mine)}, but rank "
-                        f"{memory._ranks[place]} calls {decode_label(theirs)} on the same memory: all ranks must call "
+                        f"rank {memory.ranks[memory._mine]} calls {decode_label(mine)}, but rank "
+                        f"{memory.ranks[place]} calls {decode_label(theirs)} on the same memory: all ranks must call "
                         "the same"
                     )
             self._awaited.pop()
@@ -231,7 +277,26 @@ class PeersReached:
 
     def missing(self) -> list[int]:
         memory = self._memory
-        return [memory._ranks[p] for p in self._awaited if not memory._reached(p, self._counter, self._epoch)]
+        return [memory.ranks[p] for p in self._awaited if not memory._reached(p, self._counter, self._epoch)]
+
+
+def _whole_pages(address: int, nbytes: int, parts: int, place: int) -> tuple[int, int]:
+    """Return where part `place` of memory begins, and its bytes, in whole pages."""
+    page = mmap.PAGESIZE
+    first, end = -(-address // page), (address + nbytes) // page
+    begin, end = (first + max(0, end - first) * number // parts for number in (place, place + 1))
+    return begin * page, (end - begin) * page
+
+
+def _free_pages(address: int, nbytes: int, *, is_shared: bool) -> None:
+    """Give pages back to the system: they are zero when they are used next."""
+    # The pages of a shared file stay unless they are removed from it.
+    advice = mmap.MADV_REMOVE if is_shared else mmap.MADV_DONTNEED
+    if nbytes and _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice):
+        raise OSError(ctypes.get_errno(), f"madvise of {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def fit_label(label: str, nbytes: int) -> bytes:

@@ -3,19 +3,23 @@
 Each function is a generator of the conditions that it waits for. docs/developers/node-memory.md gives their reasons.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hpcfsdp import _compat
+from hpcfsdp.comm import traffic
 from hpcfsdp.comm.mpi.messages import MpiCall, Requests, UnlessFailed
 from hpcfsdp.comm.mpi.node_memory import NodeMemory
 from hpcfsdp.comm.progress import Condition, Steps
 from hpcfsdp.comm.reduce import Reduction, Tensors, reduce_into
 from hpcfsdp.errors import CommunicationError
 from hpcfsdp.launch.topology import Topology
+
+_ALONE_BYTES = 1 << 14  # bytes of a part from which on a message of its own costs less than to copy it twice
 
 
 @dataclass(frozen=True)
@@ -62,23 +66,35 @@ def barrier_flags(memory: NodeMemory) -> Tensor:
     return memory.mine.view(-1, 2)[:, memory.epoch % 2]
 
 
-def all_gather(call: MpiCall, node: NodeView, whole: Tensor, shard: Tensor) -> Steps:
-    """Make every rank's segment visible on this node. `whole` views all of it."""
-    memory, numel = node.memory, shard.numel()
-    mine = whole[numel * node.rank : numel * (node.rank + 1)]
-    in_place = mine.data_ptr() == shard.data_ptr()
+def all_gather(call: MpiCall, node: NodeView, parts: Sequence[Tensors], mine: Tensors) -> Steps:
+    """Make every rank's parts of the memory visible on this node. This rank's become `mine`, which may be there."""
+    memory, spans_nodes = node.memory, node.topology.num_nodes > 1
+    pairs = [
+        (target, given) for target, given in zip(parts[node.rank], mine, strict=True) if not _is_same(target, given)
+    ]
     with _exclusive(memory):
         memory.done()
-        if not in_place or node.topology.num_nodes > 1:
-            # A slower neighbour may still read the memory that is written next.
+        # A slower neighbour may still read the memory that is written next, or free its part of it.
+        if spans_nodes:
+            memory.fill()
+            yield node.unless_failed(call, memory.all_cleared())
+        elif pairs:
             yield node.unless_failed(call, memory.all_done())
-        if not in_place:
-            mine.copy_(shard.view(-1))
+        _copy([target for target, _ in pairs], [given for _, given in pairs])
         memory.epoch += 1
-        if node.topology.num_nodes > 1:
-            yield _exchange_between_nodes(call, node, whole.view(call.size, -1), mine)
+        if spans_nodes:
+            yield from _exchange_parts(call, node, parts)
         memory.arrive(call.label)
         yield node.unless_failed(call, memory.all_arrived())
+
+
+def _copy(targets: Tensors, sources: Tensors) -> None:
+    traffic.count.copied += sum(target.nbytes for target in targets)
+    _compat.copy_to_each_(targets, sources)
+
+
+def _is_same(target: Tensor, given: Tensor) -> bool:
+    return target.data_ptr() == given.data_ptr() and target.dtype == given.dtype
 
 
 def reduce_scatter(call: MpiCall, node: NodeView, pieces: Tensors, output: Tensor, reduction: Reduction) -> Steps:
@@ -102,7 +118,7 @@ def all_reduce(call: MpiCall, node: NodeView, pieces: Tensors, reduction: Reduct
         local = node.topology.local_rank(node.rank)
         for rank, piece in enumerate(pieces):
             if node.owner(rank) != local:
-                piece.copy_(_in_region(memory, node.owner(rank), piece))
+                _copy([piece], [_in_region(memory, node.owner(rank), piece)])
         memory.done()
         yield node.unless_failed(call, memory.all_done())
 
@@ -115,7 +131,7 @@ def _reduce_mine(call: MpiCall, node: NodeView, pieces: Tensors, output: Tensor,
     """
     memory, nodes = node.memory, node.topology.nodes
     requests = Requests(call)
-    partials: list[Tensor] = [output] * len(nodes)
+    partials: dict[int, Tensor] = {}
     for other, proxy in node.proxies():
         partials[other] = torch.empty_like(
             output, dtype=reduction.accumulate if len(nodes[other]) > 1 else pieces[node.rank].dtype
@@ -128,17 +144,15 @@ def _reduce_mine(call: MpiCall, node: NodeView, pieces: Tensors, output: Tensor,
         if len(nodes[node.home]) > 1:
             partial = torch.empty_like(pieces[client], dtype=reduction.accumulate)
             reduce_into(partial, _in_all_regions(memory, pieces[client]), reduction.op, reduction.accumulate)
+            traffic.count.copied += partial.nbytes
         else:
             partial = pieces[client]
         requests.send(partial, client)
-    mine = _in_all_regions(memory, pieces[node.rank])
-    if len(nodes) == 1:
-        reduce_into(output, mine, reduction.op, reduction.accumulate, divisor=reduction.divisor)
-        return
-    partials[node.home] = torch.empty_like(output, dtype=reduction.accumulate)
-    reduce_into(partials[node.home], mine, reduction.op, reduction.accumulate)
-    yield requests
-    reduce_into(output, partials, reduction.op, reduction.accumulate, divisor=reduction.divisor)
+    if partials:
+        yield requests
+    here = _in_all_regions(memory, pieces[node.rank])
+    sources = [source for other in range(len(nodes)) for source in ([partials[other]] if other in partials else here)]
+    reduce_into(output, sources, reduction.op, reduction.accumulate, divisor=reduction.divisor)
 
 
 def _exchange_between_nodes(call: MpiCall, node: NodeView, pieces: Tensors, mine: Tensor) -> Requests:
@@ -149,6 +163,40 @@ def _exchange_between_nodes(call: MpiCall, node: NodeView, pieces: Tensors, mine
     for _, proxy in node.proxies():
         requests.send(mine, proxy)
     return requests
+
+
+def _exchange_parts(call: MpiCall, node: NodeView, parts: Sequence[Tensors]) -> Steps:
+    """Send this rank's parts to its proxies, and receive those of its clients where they belong.
+
+    Parts that are not contiguous, and small ones, travel together, and are copied from and to their places.
+    """
+    requests, arriving = Requests(call), []
+    for client in node.topology.clients(node.rank):
+        alone, together, packed = _packed(parts[client])
+        requests.recv([*alone, packed], client)
+        arriving.append((together, packed))
+    alone, together, packed = _packed(parts[node.rank])
+    _copy(_unpacked(together, packed), together)
+    for _, proxy in node.proxies():
+        requests.send([*alone, packed], proxy)
+    yield requests
+    for together, packed in arriving:
+        _copy(together, _unpacked(together, packed))
+
+
+def _packed(parts: Tensors) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Return what is sent from where it is, what is sent together, and memory for that."""
+    alone, together = [], []
+    for part in parts:
+        is_large = len(parts) == 1 or part.nbytes >= _ALONE_BYTES
+        (alone if is_large and part.is_contiguous() else together).append(part)
+    return alone, together, parts[0].new_empty(sum(part.numel() for part in together))
+
+
+def _unpacked(parts: Tensors, packed: Tensor) -> list[Tensor]:
+    """Return the places of parts in memory for all of them, in their shapes."""
+    places = packed.split([part.numel() for part in parts]) if parts else ()
+    return [place.view(part.shape) for place, part in zip(places, parts, strict=True)]
 
 
 def _in_all_regions(memory: NodeMemory, piece: Tensor) -> list[Tensor]:
