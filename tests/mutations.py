@@ -196,11 +196,27 @@ FAULTS = (
     ),
     Fault(
         "fully_shard gathers again although it was told not to",
-        "api/fully_shard.py",
-        "return given != 1",
-        "return True",
-        "tests/mpi/test_fully_shard_methods.py",
+        "units/keepers.py",
+        "return given != 1 if",
+        "return True if",
+        "tests/mpi/test_fully_shard.py",
         2,
+    ),
+    Fault(
+        "what a node was to keep is gathered again between nodes",
+        "params/storage.py",
+        'self._is_kept = self._is_filled and keepers == "node"',
+        "self._is_kept = False",
+        "tests/mpi/test_nodes.py",
+        4,
+    ),
+    Fault(
+        "the parts that ranks keep are those of others",
+        "params/storage.py",
+        "return functools.partial(self._take, gathered, keepers)",
+        "return functools.partial(self._take, gathered.flip(0), keepers)",
+        "tests/mpi/test_nodes.py",
+        4,
     ),
     # Placements.
     Fault(

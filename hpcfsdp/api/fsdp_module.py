@@ -19,6 +19,7 @@ from hpcfsdp.hang.calls import public_call
 from hpcfsdp.units.build import Forward, become_root
 from hpcfsdp.units.copying import copy_fully_sharded
 from hpcfsdp.units.dtensor_unit import DTensorUnit, dtensor_unit_of, dtensor_units_in
+from hpcfsdp.units.keepers import ReshardChoice, check_choice
 from hpcfsdp.units.materialize import FillEmpty, tensors_on_meta
 from hpcfsdp.units.own import UNIT
 
@@ -108,11 +109,15 @@ class FSDPModule(stock.FSDPModule):
             unit.root.recover()
             unit.root.reshard([unit])
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Have the forward free whole parameters if `reshard_after_forward`, and the backward gather them again."""
-        for unit in self._units(recurse, reshard_after_forward=reshard_after_forward):
-            unit.reshard_choice = reshard_after_forward
-            unit.choose_reshard()
+    @public_call("set_reshard_after_forward")
+    def set_reshard_after_forward(self, reshard_after_forward: ReshardChoice, recurse: bool = True) -> None:
+        """Have the forward free whole parameters if `reshard_after_forward`, and the backward gather them again.
+
+        Collective over the ranks of the mesh if `reshard_after_forward` is a number of ranks or "node", which torch
+        takes in ``fully_shard`` alone.
+        """
+        for unit in self._units(recurse):
+            unit.set_reshard(check_choice(reshard_after_forward, unit.mesh.shard.size))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Have the backward free whole parameters if `reshard_after_backward`; an optimizer's step does in any case."""

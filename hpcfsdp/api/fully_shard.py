@@ -21,6 +21,7 @@ from hpcfsdp.units.arguments import replicated_in
 from hpcfsdp.units.dtensor_unit import DTensorUnit, dtensor_unit_of, shard_param
 from hpcfsdp.units.flat_unit import unit_of
 from hpcfsdp.units.groups import resolve_mesh, with_dtensors
+from hpcfsdp.units.keepers import ReshardChoice, check_choice
 from hpcfsdp.units.optimizer_check import watch_optimizers
 from hpcfsdp.units.unit_mesh import UnitMesh
 
@@ -33,7 +34,7 @@ def fully_shard(
     module: Modules,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: ReshardChoice | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: stock.MixedPrecisionPolicy = _NO_MIXED_PRECISION,
     offload_policy: stock.OffloadPolicy = _NO_OFFLOAD,
@@ -52,8 +53,10 @@ def fully_shard(
         module: a module; or a list of modules, which become one unit.
         mesh: the ranks to shard over; by default all. With two named dimensions (replicate, shard) for hybrid sharding.
         reshard_after_forward: whether to free parameters after the forward, and to gather them again for the backward.
-            By default True, and False for the outermost module. A number of ranks, a divisor of those that shard: 1 is
-            False, any other one is True. Where ranks share memory it makes no difference.
+            By default True, and False for the outermost module. A number of consecutive ranks, a divisor of those that
+            shard, keeps the values on these until then, each a part; "node" does so on the ranks of each node. On CPUs
+            a node keeps them in memory that its ranks share, also where they are more ranks than the number. It makes
+            no difference where all ranks share memory.
         shard_placement_fn: chooses for each parameter ``Shard(dim)``, the dimension along which it is cut; None for 0.
             It may also return torch's ``ShardPlacementResult`` with another mesh.
         mp_policy: the dtypes to compute in, to reduce gradients in, and of outputs.
@@ -117,7 +120,7 @@ def shard_modules(
     modules: Sequence[nn.Module],
     mesh: UnitMesh,
     *,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: ReshardChoice | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: stock.MixedPrecisionPolicy = _NO_MIXED_PRECISION,
     offload_policy: stock.OffloadPolicy = _NO_OFFLOAD,
@@ -125,7 +128,8 @@ def shard_modules(
     ignored: own.Ignored = own.NOTHING_IGNORED,
 ) -> None:
     """Make one unit of the modules. Collective over the ranks of `mesh`. Arguments are those of ``fully_shard``."""
-    choice = _reshard_choice(reshard_after_forward, mesh.shard.size)
+    if reshard_after_forward is not None:
+        reshard_after_forward = check_choice(reshard_after_forward, mesh.shard.size)
     watch_optimizers()
     container = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     comm_options = comm_options or CommOptions()
@@ -153,6 +157,7 @@ def shard_modules(
         ),
         cpu_offload=stock.CPUOffload(offload_params=isinstance(offload_policy, stock.CPUOffloadPolicy)),
         comm_options=comm_options,
+        reshard_after_forward=reshard_after_forward,
         pin_memory=isinstance(offload_policy, stock.CPUOffloadPolicy) and offload_policy.pin_memory,
     )
     for each in modules:
@@ -168,7 +173,7 @@ def shard_modules(
     unit = DTensorUnit(" + ".join(type(each).__name__ for each in modules), modules, rows, mesh, options)
     unit.uninitialised = [state for each in modules for state in materialize.tensors_on_meta(each)]
     unit.label_params()
-    unit.reshard_choice, unit.output_dtype = choice, mp_policy.output_dtype
+    unit.output_dtype = mp_policy.output_dtype
     for each in modules:
         each.__dict__[own.UNIT] = unit
         each.__class__ = extended_class(type(each))  # type: ignore[arg-type]  # mypy looks at __hash__ of instances
@@ -205,16 +210,6 @@ def _check_module(module: Any) -> None:
                 f"{where} is sharded with torch's fully_shard: use hpcfsdp.fully_shard for all modules of a model, or "
                 "torch's"
             )
-
-
-def _reshard_choice(given: bool | int | None, ranks: int) -> bool | None:
-    if given is None or isinstance(given, bool):
-        return given
-    if not isinstance(given, int):
-        raise ValueError(f"reshard_after_forward must be a bool or a number of ranks, not {given!r}")
-    if given < 1 or ranks % given:
-        raise ValueError(f"reshard_after_forward={given} must divide the {ranks} rank(s) that shard")
-    return given != 1
 
 
 def _dim(entry: own.OwnParam, chosen: Any) -> int:

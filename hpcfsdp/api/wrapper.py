@@ -31,6 +31,7 @@ from hpcfsdp.state.settings import default_settings
 from hpcfsdp.units import arguments, build, clip, copying, guard, materialize, mixed_precision as precisions, summon
 from hpcfsdp.units.flat_unit import WRAPPED, units_in
 from hpcfsdp.units.groups import resolve_mesh, with_dtensors
+from hpcfsdp.units.keepers import ReshardChoice, check_choice
 from hpcfsdp.units.optimizer_check import watch_optimizers
 from hpcfsdp.units.own import UnitOptions, label_modules, move_buffers, own_params
 from hpcfsdp.units.unit_mesh import UnitMesh
@@ -79,6 +80,8 @@ class FullyShardedDataParallel(StateDictMethods):
             between blocks; shards keep equal sizes, so large blocks in small units cost padding, of which
             ``hpcfsdp plan --granularity`` shows how much. Checkpoints do not depend on it.
         comm_options: how ranks communicate on an accelerator, see ``CommOptions``; torch has no such argument.
+        reshard_after_forward: whether values are freed between forward and backward, or over how many ranks, or on the
+            "node", they stay, as in ``fully_shard``. Default: what the strategy says; torch has no such argument.
 
     Raises:
         ValueError: the module is already wrapped, has parameters on several devices, or has tied parameters that the
@@ -112,12 +115,15 @@ class FullyShardedDataParallel(StateDictMethods):
         device_mesh: DeviceMesh | None = None,
         granularity: Granularity | GranularityOf = 1,
         comm_options: CommOptions | None = None,
+        reshard_after_forward: ReshardChoice | None = None,
     ) -> None:
         super().__init__()
         watch_optimizers()
         arguments.check_module(module)
         arguments.check_types(cpu_offload, mixed_precision, backward_prefetch)
         mesh = resolve_mesh(process_group, device_mesh, sharding_strategy)
+        if reshard_after_forward is not None:
+            reshard_after_forward = check_choice(reshard_after_forward, mesh.shard.size)
         ignored = arguments.resolve_ignored(module, ignored_modules, ignored_states)
         if granularity != 1 and not callable(granularity):  # before anything is wrapped
             managed = {param for unit in units_in(module) for flat in unit.sharded_params for param in flat.stepped}
@@ -140,6 +146,7 @@ class FullyShardedDataParallel(StateDictMethods):
             use_orig_params=use_orig_params,
             granularity=granularity,
             comm_options=comm_options or CommOptions(),
+            reshard_after_forward=reshard_after_forward,
             param_init_fn=param_init_fn,
             sync_module_states=sync_module_states,
         )
@@ -294,27 +301,29 @@ class FullyShardedDataParallel(StateDictMethods):
         with self._as_root("no_sync").no_sync():
             yield
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Not collective, but the same on all ranks, between steps. Choose if the forward frees this unit.
+    @public_call("set_reshard_after_forward")
+    def set_reshard_after_forward(self, reshard_after_forward: ReshardChoice, recurse: bool = True) -> None:
+        """Choose whether the forward frees this unit. Collective over all ranks, between steps.
 
         If the forward frees the unit's parameters, the backward gathers them again, which costs one all-gather in each
         step. Otherwise they stay in memory from forward to backward. By default the strategy decides, and the outermost
         unit keeps its parameters. torch's ``FSDPModule`` has a method of the same name. The choice has no effect where
-        ranks share memory.
+        all ranks share memory.
 
         Args:
+            reshard_after_forward: True or False; or over how many ranks, or on the "node", they stay, as in
+                ``fully_shard``.
             recurse: also set it for all units inside.
 
         Raises:
-            TypeError: `reshard_after_forward` is no bool.
+            ValueError: `reshard_after_forward` is none of these, or a number that does not divide the ranks that shard.
             EngineError: called during forward or backward.
         """
-        if not isinstance(reshard_after_forward, bool):
-            raise TypeError(f"reshard_after_forward must be True or False, not {reshard_after_forward!r}")
-        for unit in units_in(self) if recurse else [self._unit]:
+        units = units_in(self) if recurse else [self._unit]
+        chosen = [check_choice(reshard_after_forward, unit.mesh.shard.size) for unit in units]
+        for unit, choice in zip(units, chosen, strict=True):
             unit.check_at_rest("set_reshard_after_forward")
-            unit.reshard_choice = reshard_after_forward
-            unit.choose_reshard()
+            unit.set_reshard(choice)
 
     @public_call("clip_grad_norm_")
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:

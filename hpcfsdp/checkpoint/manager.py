@@ -304,7 +304,7 @@ class CheckpointManager:
 
     def _save_in_memory(self, comm: Communicator, given: SaveArguments, *, with_rng: bool) -> Collected:
         """Save a version in memory; return the content. Collective over `comm`."""
-        if not hasattr(comm, "topology"):
+        if comm.topology is None:
             raise UsageError("memory_every needs ranks that communicate over MPI: call hpcfsdp.init()")
         saver = self._memory
 

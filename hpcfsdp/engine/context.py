@@ -24,7 +24,7 @@ from hpcfsdp.params.sharded_params import ShardedParams
 
 MOST_BETWEEN = 2
 """Shards that a device has reduced within the nodes, and not between them: one is reduced there, one is next."""
-_BUFFERS_BETWEEN_NODES = 4
+BUFFERS_BETWEEN_NODES = 4
 """Shared buffers for gradients where nodes exchange messages: a reduction may last as long as a unit computes."""
 
 
@@ -40,6 +40,11 @@ class UnshardedParams:
         self.takes_messages = any(flat.comm.spans_nodes for flat in self.gathers)
         self.is_gathered = False  # whether memory is allocated for them; changed by `Context` alone, as is:
         self.gathered: Any = None  # the event that the gather is done
+        self.has_keepers = False  # whether ``ShardedParams.keepers`` have kept them since a forward
+
+    @property
+    def may_have_keepers(self) -> bool:
+        return any(flat.keepers is not None for flat in self.gathers)
 
     @property
     def is_bound(self) -> bool:
@@ -78,15 +83,15 @@ class Context:
         for flat in params.sharded_params:
             flat.bind()
 
-    def reshard(self, params: UnshardedParams) -> None:
-        """Free a unit's gathered parameters."""
+    def reshard(self, params: UnshardedParams, *, after_forward: bool = False) -> None:
+        """Free a unit's gathered parameters. `after_forward`, ``keepers`` keep them, until this is called otherwise."""
         if params in self.ahead or not self.streams.overlap:  # on the host other ranks may still read what is freed
             self.ahead.pop(params, None)
             self.streams.wait(Stream.COMPUTE, params.gathered, Wait.GATHERED_IN_VAIN)
         for flat in params.sharded_params:
             flat.unbind()
-        if params.is_gathered:
-            params.is_gathered = False
+        if params.is_gathered or (params.has_keepers and not after_forward):
+            params.is_gathered, params.has_keepers = False, after_forward and params.may_have_keepers
             self._retired.append((params, self.streams.record(Stream.COMPUTE)))
             if not self.streams.overlap or self.ahead or self.order.is_at_the_end:
                 self.free_retired(keep=0)  # the next gather for immediate use is far
@@ -104,7 +109,7 @@ class Context:
             self.streams.wait(Stream.GATHER, event, Wait.VALUES_USED)
             if params is not unless:
                 for flat in params.gathers:
-                    flat.free()
+                    flat.free(after_forward=params.has_keepers)
 
     def gather_ahead(self, kind: str) -> None:
         """Begin to gather the unit that will do `kind` next, if it is known. Collective over that unit's ranks."""
@@ -165,7 +170,7 @@ class Reductions:
         # Shared memory stays small, in the cache. Elsewhere a unit's gradients must not wait for each other.
         place = index if comm is None else 0
         between_nodes = comm is not None and comm.spans_nodes
-        count = grad.options.num_buffers if self._streams.overlap else _BUFFERS_BETWEEN_NODES if between_nodes else 2
+        count = grad.options.num_buffers if self._streams.overlap else BUFFERS_BETWEEN_NODES if between_nodes else 2
         ring = self._ring_of[grad] = self._rings.setdefault((comm, dtype, place), BufferRing(comm, dtype))
         ring.buffers += [GradBuffer() for _ in range(count - len(ring.buffers))]
         ring.numel = max(ring.numel, grad.numel)

@@ -127,6 +127,8 @@ class Root:
         self._streams.refuse_capture(f"unshard of {unit.name!r}")
         unit.is_kept = True
         if not self._is_in_iteration and not unit.unsharded_params.is_gathered:
+            if unit.unsharded_params.has_keepers:
+                self.context.reshard(unit.unsharded_params)  # what was kept since a forward may be old
             self._publish("unshard", unit)
         self.context.unshard(unit.unsharded_params)
 
@@ -425,7 +427,10 @@ class Root:
         for unit in self.units:  # called in earlier iterations under no_sync, and not in this one
             if unit.owes_grads and unit not in self._called and not unit.keeps_back:
                 unit.run_unused_backward()
-        self._reshard([each for each in self.units if each.unsharded_params in self.context.ahead])  # in vain
+        ahead = self.context.ahead  # in vain, as what was kept for a backward that did not come
+        self._reshard(
+            [each for each in self.units if each.unsharded_params in ahead or each.unsharded_params.has_keepers]
+        )
         self.context.free_retired(keep=0)
         for unit in self.units:
             unit.enqueue_at_the_end()

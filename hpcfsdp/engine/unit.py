@@ -125,8 +125,9 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether memory is allocated for the unsharded parameters, or modules compute with them."""
-        return self.unsharded_params.is_gathered or self.unsharded_params.is_bound
+        """Whether memory holds the unsharded parameters, all or a part, or modules compute with them."""
+        params = self.unsharded_params
+        return params.is_gathered or params.is_bound or params.has_keepers
 
     @property
     def values_outlive_forward(self) -> bool:
@@ -208,7 +209,7 @@ class Unit:
             self.enter_state(TrainingState.IDLE)
             keeps = self.stays_unsharded if not torch.is_grad_enabled() else not self.reshard_after_forward
             if (broken or not (keeps or self.is_partly_called)) and not _compat.in_transform():
-                self._free()
+                self._free(after_forward=not broken and torch.is_grad_enabled())
 
     def complete_forward(self) -> bool:
         """End the forward of the model. Return whether to free what was kept for other calls."""
@@ -381,9 +382,9 @@ class Unit:
         with torch.enable_grad():  # checkpoints inside may compute once more
             self.show()
 
-    def _free(self) -> None:
+    def _free(self, *, after_forward: bool = False) -> None:
         self.is_kept = False
-        self.context.reshard(self.unsharded_params)
+        self.context.reshard(self.unsharded_params, after_forward=after_forward)
 
     def _enqueue(self) -> None:
         for grad in reversed(self.grads):  # the last parameters get their gradients first

@@ -139,8 +139,7 @@ def _shared_bytes(flat: ShardedParams) -> int:
     buffer = flat._buffer
     if not isinstance(buffer, SharedBuffer):
         return 0
-    nodes = getattr(flat.comm, "topology", None)
-    ranks = len(nodes.node_of(flat.comm.rank)) if nodes is not None else 1
+    ranks = flat.comm.node_size
     own = 0 if buffer.is_cast else ranks * _shard_bytes(flat)  # the shards are in that memory
     return max(0, buffer.full.numel() * buffer.full.element_size() - own) // ranks
 

@@ -2,10 +2,12 @@
 
 Between steps modules hold the ``DTensor`` parameters. While they compute they hold leaves, which view what was
 gathered. Where the ranks share memory each parameter is whole in it, each rank's rows are its ``DTensor``'s memory, and
-no byte moves, unless rows are cast or not contiguous. Elsewhere the shards are gathered into a buffer and copied out
-from there: parameter by parameter on a CPU, all of them by one kernel on a device, as are gradients on their way in.
+no byte moves, unless rows are cast or not contiguous. Nodes hold a copy each, which rows from other nodes reach where
+they belong. Elsewhere the shards are gathered into a buffer and copied out from there: parameter by parameter on a CPU,
+all of them by one kernel on a device, as are gradients on their way in.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +22,17 @@ from hpcfsdp.errors import EngineError
 from hpcfsdp.params.dtensor_layout import DTensorLayout
 from hpcfsdp.params.layout import contiguous_strides
 from hpcfsdp.params.sharded_params import Dtypes, ShardedParams, other_in_place_of
-from hpcfsdp.params.storage import Buffer, SharedBuffer, Transient, Whole, alloc_storage, free_storage, nothing_of
+from hpcfsdp.params.storage import (
+    Buffer,
+    KeptPart,
+    NodeBuffer,
+    SharedBuffer,
+    Transient,
+    Whole,
+    alloc_storage,
+    free_storage,
+    nothing_of,
+)
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """The program's function that makes all shards, one after the other, of this rank's."""
@@ -116,6 +128,7 @@ class DTensorParams(ShardedParams):
         self._places_in_shard = [
             (shape, contiguous_strides(shape), slot.offset) for shape, slot in zip(shapes, layout.slots, strict=True)
         ]
+        self._kept = KeptPart()  # of `_gathered`
         self._own_gathered: torch.Tensor | None = None  # what the program has gathered, until `_copy_out`
         self._nothing: torch.Tensor | None = None  # zeros for gaps between gradients, see `fill`
         self._views: list[torch.Tensor] = []
@@ -151,13 +164,11 @@ class DTensorParams(ShardedParams):
         layout, comm, dtypes = self.layout, self.comm, self.dtypes
         is_cast, is_home = dtypes.compute != layout.dtype, not self.is_offloaded
         buffer: Buffer | None = None
-        if comm.shares_gathered and is_home and self._own_gather is None:
+        shares = is_home and self._own_gather is None
+        if comm.shares_gathered and shares:
             buffer = SharedBuffer(comm, layout.whole_numel, dtypes.compute, is_cast=is_cast)
             self._views = self._views_of(buffer.full)
-            self._rows_in_shared = [
-                view.narrow(slot.dim, *slot.rows_of(comm.rank))
-                for view, slot in zip(self._views, layout.slots, strict=True)
-            ]
+            self._rows_in_shared = self._rows_in_whole(buffer.full, comm.rank)
         if buffer is not None and not is_cast and all(rows.is_contiguous() for rows in self._rows_in_shared):
             self._take(self._rows_in_shared)
             return buffer
@@ -165,21 +176,30 @@ class DTensorParams(ShardedParams):
         self._take(self._rows_of(self.shard))
         if buffer is not None:
             return buffer
+        if comm.spans_nodes and shares:
+            made = NodeBuffer(comm, layout.whole_numel, dtypes.compute, self._rows_in_whole)
+            self._views = self._views_of(made.full)
+            return made
         if comm.size == 1 and not is_cast and is_home:
             self._views = self._rows_of(self.shard)
             return Whole(self.shard)
         # Nothing is gathered into it: it needs no memory that the ranks' communicator knows.
-        made = Transient(FakeCommunicator(device=self.device), layout.whole_numel, dtypes.compute, self.device)
-        self._views = self._views_of(made.full)
+        transient = Transient(FakeCommunicator(device=self.device), layout.whole_numel, dtypes.compute, self.device)
+        self._views = self._views_of(transient.full)
         self._gathered = torch.empty(layout.padded_numel, dtype=dtypes.compute, device=self.device)
         self._segment = segment(self._gathered, comm)
         # Views are made once: their memory is allocated and freed, the tensors stay.
-        self._wholes = self._wholes_of(made.full) if self._copies_columns else []
+        self._wholes = self._wholes_of(transient.full) if self._copies_columns else []
         self._copied = [index for index, slot in enumerate(layout.slots) if slot.dim or not self._wholes]
         self._copied_to = [rows.of_param(self._views[index]) for index in self._copied for rows in self._rows[index]]
         self._copied_from = self._rows_in(self._gathered)
         free_storage(self._gathered)
-        return made
+        return transient
+
+    def _rows_in_whole(self, full: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Return the rows of a rank in memory for the whole parameters."""
+        pairs = zip(self._views_of(full), self.layout.slots, strict=True)
+        return [view.narrow(slot.dim, *slot.rows_of(rank)) for view, slot in pairs]
 
     def _wholes_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return a place in the memory of whole parameters for each column of the buffer of all shards.
@@ -269,8 +289,8 @@ class DTensorParams(ShardedParams):
             _compat.copy_to_each_(self._rows_in_shared, self._locals)
 
     def gather(self, async_op: bool = False) -> Work | None:
-        if self._buffer.stays:
-            return None
+        if not isinstance(self._buffer, Transient):
+            return self._buffer.gather(*self._locals, async_op=async_op)
         comm, shard = self.comm, self.shard
         assert shard is not None
         if self._own_gather is not None:
@@ -278,6 +298,8 @@ class DTensorParams(ShardedParams):
             return None
         with comm.gathering_memory():
             alloc_storage(self._gathered, self._gathered.numel())
+        if self._kept.is_there:
+            return self._kept.gather(self._gathered, async_op=async_op)
         ready = shard
         if shard.dtype != self.dtypes.compute or shard.device != self.device or comm.size == 1:
             ready = self._segment.copy_(shard, non_blocking=True)
@@ -288,19 +310,29 @@ class DTensorParams(ShardedParams):
 
     @property
     def finish_gather(self) -> Callable[[], None] | None:
-        return None if self._buffer.stays else self._copy_out
+        if not isinstance(self._buffer, Transient):
+            return None
+        take = None if self._own_gather is not None else self._kept.taking(self._gathered, self.keepers)
+        return functools.partial(self._copy_out, take)
 
     @torch.no_grad()
-    def _copy_out(self) -> None:
-        """Copy the parameters out of the gathered shards."""
+    def _copy_out(self, take: Callable[[], None] | None) -> None:
+        """Copy the parameters out of the gathered shards, after `take` has kept a part of these."""
         assert isinstance(self._buffer, Transient)
         self._buffer.alloc()
+        if take is not None:
+            take()
         own, self._own_gathered = self._own_gathered, None
         if self._wholes:
             by_rank = (self._gathered if own is None else own).view(self.layout.num_shards, -1)
             torch.split_with_sizes_copy(by_rank, [width for _, width in self._columns], 1, out=self._wholes)
         _compat.copy_to_each_(self._copied_to, self._copied_from if own is None else self._rows_in(own))
         free_storage(self._gathered)
+
+    def free(self, *, after_forward: bool = False) -> None:
+        if not after_forward:
+            self._kept.drop()
+        super().free(after_forward=after_forward)
 
     def bind(self) -> None:
         self.is_unsharded = True

@@ -20,7 +20,7 @@ from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.layout import FlatLayout, contiguous_strides
 from hpcfsdp.params.sharded_params import Dtypes, ShardedParams
-from hpcfsdp.params.storage import Buffer, SharedBuffer, Transient, Whole, nothing_for
+from hpcfsdp.params.storage import Buffer, NodeBuffer, SharedBuffer, Transient, Whole, nothing_for
 
 flat_params: weakref.WeakSet["FlatParam"] = weakref.WeakSet()  # all of this process
 
@@ -79,7 +79,7 @@ class FlatParam(ShardedParams):
         elif self.comm.size == 1 and compute == shard.dtype and shard.device == self.device:
             self._buffer = Whole(shard)
         else:
-            self._buffer = Transient(self.comm, self.layout.padded_numel, compute, self.device)
+            self._buffer = self._new_transient(compute)
         self.parameter = nn.Parameter(shard, requires_grad=trained)
         self._others: dict[torch.dtype, tuple[Buffer, tuple[torch.Tensor, ...]]] = {}  # and their views
         # By leaf, the modules that should hold it, with its name there.
@@ -102,7 +102,7 @@ class FlatParam(ShardedParams):
         flat_params.add(self)
 
     def copy(self, leaves: Sequence[nn.Parameter]) -> "FlatParam":
-        """Return a copy at rest, with `leaves` that have no memory yet. Collective over `comm` if it shares memory."""
+        """Return a copy at rest, with `leaves` that have no memory yet. Collective over `comm`."""
         made = object.__new__(FlatParam)
         made.__dict__.update(self.__dict__)
         made.leaves, made.is_unsharded = tuple(leaves), False
@@ -123,7 +123,7 @@ class FlatParam(ShardedParams):
         self._others[self._buffer.full.dtype] = self._buffer, self._views
         if dtype not in self._others:
             buffer = self._new_shared(dtype, is_cast=True)
-            buffer = buffer or Transient(self.comm, self.layout.padded_numel, dtype, self.device)
+            buffer = buffer or self._new_transient(dtype)
             self._others[dtype] = buffer, self._views_of(buffer.full)
             buffer.free()
         self._buffer, self._views = self._others[dtype]
@@ -157,6 +157,10 @@ class FlatParam(ShardedParams):
 
     def gather(self, async_op: bool = False) -> Work | None:
         return self._buffer.gather(self._shard, async_op=async_op)
+
+    @property
+    def finish_gather(self) -> Callable[[], None] | None:
+        return self._buffer.taking_part(self.keepers)
 
     def bind(self) -> None:
         self.is_unsharded = True
@@ -262,6 +266,17 @@ class FlatParam(ShardedParams):
         if not self.comm.shares_gathered or self.is_offloaded:
             return None
         return SharedBuffer(self.comm, self.layout.padded_numel, compute, is_cast=is_cast)
+
+    def _new_transient(self, compute: torch.dtype) -> Buffer:
+        """Memory that is freed after use. Collective over `comm` where nodes hold one copy."""
+        if not self.comm.spans_nodes or self.is_offloaded:
+            return Transient(self.comm, self.layout.padded_numel, compute, self.device)
+        numel = self.layout.shard_numel
+
+        def part(full: torch.Tensor, rank: int) -> Sequence[torch.Tensor]:
+            return (full[rank * numel : (rank + 1) * numel],)
+
+        return NodeBuffer(self.comm, self.layout.padded_numel, compute, part)
 
     def _new_shard(self, compute: torch.dtype) -> tuple[SharedBuffer | None, torch.Tensor]:
         """Memory that ranks share to compute in a dtype, if they do, and memory for the shard, which may be in it."""

@@ -14,7 +14,7 @@ from hpcfsdp.comm.communicator import Work
 from hpcfsdp.comm.reduce import accumulate_dtype
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.layout import Layout
-from hpcfsdp.params.storage import Buffer, SharedBuffer
+from hpcfsdp.params.storage import Buffer, Keepers, NodeBuffer, SharedBuffer
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class ShardedParams(abc.ABC):
     may_change_before_backward = False  # whether a backward computes with what was changed since its forward
     hides_whole_norm = True  # whether functions of torch see a rank's shard of a gradient as if it were the whole
     shows_held = True  # whether `grad` shows the gradients that `no_sync` holds
+    keepers: Keepers | None = None  # who keeps the unsharded parameters from a forward to its backward, once freed
     _buffer: Buffer
 
     def __init__(
@@ -120,6 +121,11 @@ class ShardedParams(abc.ABC):
         return isinstance(self._buffer, SharedBuffer)
 
     @property
+    def is_in_node_memory(self) -> bool:
+        """Whether the ranks of a node share memory for unsharded parameters that come from other nodes, too."""
+        return isinstance(self._buffer, NodeBuffer)
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether the shard is on another device than the computation."""
         return self.home != self.device
@@ -162,9 +168,9 @@ class ShardedParams(abc.ABC):
     def unbind(self) -> None:
         """Have modules hold what they hold at rest."""
 
-    def free(self) -> None:
-        """Free the memory of the unsharded parameters, unless it stays."""
-        self._buffer.free()
+    def free(self, *, after_forward: bool = False) -> None:
+        """Free the memory of the unsharded parameters, unless it stays. `after_forward`, ``keepers`` keep them."""
+        self._buffer.free(self.keepers if after_forward else None)
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` views the unsharded parameters, which ``free`` releases."""

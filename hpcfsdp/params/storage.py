@@ -1,15 +1,21 @@
 """Storage of a tensor, allocated and freed while the tensor stays; the buffers of gathered parameters."""
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import Literal
 
 import torch
 
 from hpcfsdp import timeline
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import Work, segment
+from hpcfsdp.comm.reduce import Tensors
 from hpcfsdp.errors import EngineError
+
+Keepers = Communicator | Literal["node"]
+"""Who keeps gathered values from a forward to its backward: these ranks, each an equal part; or each node, all."""
 
 
 def alloc_storage(tensor: torch.Tensor, size: int | Sequence[int]) -> bool:
@@ -83,12 +89,16 @@ class Buffer:
     stays = True  # whether the memory stays, so that they are valid between two barriers
     full: torch.Tensor  # 1-D, all shards; always the same tensor, but its memory may be freed
 
-    def gather(self, shard: torch.Tensor, *, async_op: bool) -> Work | None:
-        """Gather all shards into `full`. Collective over the ranks of the shards."""
-        del shard, async_op
+    def gather(self, *mine: torch.Tensor, async_op: bool) -> Work | None:
+        """Gather all shards, of which this rank has one, into `full`. Collective over the ranks of the shards."""
+        del mine, async_op
 
-    def free(self) -> None:
-        """Free the memory, unless it stays."""
+    def free(self, keepers: Keepers | None = None) -> None:
+        """Free the memory, unless it stays. `keepers` may keep the values, the same on all ranks."""
+
+    def taking_part(self, keepers: Keepers | None) -> Callable[[], None] | None:
+        """Return what has this rank keep its part for `keepers` when the values have been gathered, if it does then."""
+        del keepers
 
 
 class Whole(Buffer):
@@ -104,7 +114,7 @@ class Transient(Buffer):
     stays = False
 
     def __init__(self, comm: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._comm = comm
+        self._comm, self._kept = comm, KeptPart()
         self.full = torch.empty(numel, dtype=dtype, device=device)  # until `free`: the caller makes views of it first
         self._segment = segment(self.full, comm)
 
@@ -115,8 +125,11 @@ class Transient(Buffer):
         if changed and timeline.recorder is not None:
             timeline.recorder.count_gathered(self.full.numel() * self.full.element_size())
 
-    def gather(self, shard: torch.Tensor, *, async_op: bool) -> Work | None:
+    def gather(self, *mine: torch.Tensor, async_op: bool) -> Work | None:
+        (shard,) = mine
         self.alloc()
+        if self._kept.is_there:
+            return self._kept.gather(self.full, async_op=async_op)
         if self._comm.size == 1:
             self.full.copy_(shard, non_blocking=True)
             return None
@@ -127,9 +140,100 @@ class Transient(Buffer):
         self._comm.announce_gather(self.full)
         return self._comm.all_gather_into_tensor(self.full, ready, async_op=async_op)
 
-    def free(self) -> None:
+    def free(self, keepers: Keepers | None = None) -> None:
+        if keepers is None:
+            self._kept.drop()
         if free_storage(self.full) and timeline.recorder is not None:
             timeline.recorder.count_gathered(-self.full.numel() * self.full.element_size())
+
+    def taking_part(self, keepers: Keepers | None) -> Callable[[], None] | None:
+        return self._kept.taking(self.full, keepers)
+
+
+class KeptPart:
+    """This rank's part of gathered values, which some ranks keep together."""
+
+    def __init__(self) -> None:
+        self._comm: Communicator | None = None
+        self._part: torch.Tensor | None = None
+
+    @property
+    def is_there(self) -> bool:
+        return self._part is not None
+
+    def taking(self, gathered: torch.Tensor, keepers: Keepers | None) -> Callable[[], None] | None:
+        """Return what keeps the part of 1-D values, on the stream that gathers them; None if no backward may follow."""
+        if self.is_there or not isinstance(keepers, Communicator) or not torch.is_grad_enabled():
+            return None
+        return functools.partial(self._take, gathered, keepers)
+
+    def _take(self, gathered: torch.Tensor, comm: Communicator) -> None:
+        self._comm, self._part = comm, segment(gathered, comm).clone()
+
+    def gather(self, gathered: torch.Tensor, *, async_op: bool) -> Work | None:
+        """Gather the values again. Collective over the ranks that keep them."""
+        assert self._comm is not None and self._part is not None
+        self._comm.announce_gather(gathered)
+        return self._comm.all_gather_into_tensor(gathered, self._part, async_op=async_op)
+
+    def drop(self) -> None:
+        self._comm = self._part = None
+
+
+class NodeBuffer(Buffer):
+    """Gathered parameters in memory that the ranks of a node share, where other nodes have a copy of their own.
+
+    Each rank writes its own part, and what it receives from other nodes for all of its node. The memory is freed when
+    all ranks of the node have freed it.
+    """
+
+    stays = False
+
+    def __init__(
+        self, comm: Communicator, numel: int, dtype: torch.dtype, parts_of: Callable[[torch.Tensor, int], Tensors]
+    ) -> None:
+        """`parts_of` the memory returns the views that are those of a rank. Collective over `comm`."""
+        self._comm = comm
+        self.full = comm.alloc(numel, dtype, gathered=True)
+        weakref.finalize(self, comm.free, self.full).atexit = False
+        self._parts = [parts_of(self.full, rank) for rank in range(comm.size)]
+        self._is_filled = self._is_kept = False
+        self._kept: tuple[Communicator, list[torch.Tensor]] | None = None  # this rank's part, and who has the others
+
+    @property
+    def share_bytes(self) -> int:
+        """Bytes for each rank of the node."""
+        return self.full.numel() * self.full.element_size() // self._comm.node_size
+
+    def gather(self, *mine: torch.Tensor, async_op: bool) -> Work | None:
+        if self._is_kept:
+            self._is_kept = False
+            return None
+        if not self._is_filled and timeline.recorder is not None:
+            timeline.recorder.count_gathered(self.share_bytes)
+        self._is_filled = True
+        if self._kept is not None:
+            keepers, part = self._kept
+            parts = [self._part_of(place, keepers) for place in range(keepers.size)]
+            return self._comm.all_gather_parts(self.full, parts, part, within=keepers, async_op=async_op)
+        return self._comm.all_gather_parts(self.full, self._parts, mine, async_op=async_op)
+
+    def free(self, keepers: Keepers | None = None) -> None:
+        self._is_kept = self._is_filled and keepers == "node"
+        if keepers is None:
+            self._kept = None
+        elif isinstance(keepers, Communicator) and self._is_filled and self._kept is None:
+            self._kept = keepers, [part.clone() for part in self._part_of(keepers.rank, keepers)]
+        if self._is_filled and not self._is_kept:
+            self._is_filled = False
+            self._comm.release(self.full)
+            if timeline.recorder is not None:
+                timeline.recorder.count_gathered(-self.share_bytes)
+
+    def _part_of(self, place: int, keepers: Communicator) -> list[torch.Tensor]:
+        """Return the shards that one of the ranks keeps that together keep all."""
+        count = self._comm.size // keepers.size
+        return [view for parts in self._parts[place * count : (place + 1) * count] for view in parts]
 
 
 class SharedBuffer(Buffer):

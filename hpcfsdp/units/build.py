@@ -30,9 +30,10 @@ from hpcfsdp.units.own import OwnParams, UnitOptions, label, parts_of
 from hpcfsdp.units.same_model import check_same_model, warn_of_values
 from hpcfsdp.units.unit_mesh import GroupCache, UnitMesh, rank_names
 
-CHUNK_NUMEL = 1 << 20
-"""Most elements of a flat parameter where ranks share memory. Gradient buffers are as large as the largest flat
-parameter, and small ones stay in the cache between write and read. Other transports need large messages."""
+CHUNK_NUMEL, CHUNK_NUMEL_OF_NODES = 1 << 20, 1 << 22
+"""Most elements of a flat parameter where ranks share memory, and where such ranks are on several nodes. Gradient
+buffers are as large as the largest flat parameter, and small ones stay in the cache between write and read. Other
+transports need large messages."""
 _WARNED = "the user has been warned"
 
 
@@ -46,8 +47,8 @@ def make_unit(
             sync_params_and_buffers(comm, [*(entry.param for entry in params), *buffers.values()])
     granularity, mixed = options.granularity, options.mixed_precision
     granularity_of = granularity if callable(granularity) else lambda _fqn, _shape: granularity
-    if shares_memory(mesh) and granularity == 1:  # of large blocks, few would fit well into small flat parameters
-        own.groups = [part for group in own.groups for part in parts_of(group, CHUNK_NUMEL)]
+    if granularity == 1:  # of large blocks, few would fit well into small flat parameters
+        own.groups = [part for group in own.groups for part in parts_of(group, chunk_numel(mesh))]
     dtypes = [
         dtypes_for(mixed, group[0].param.dtype, isinstance(group[0].places[0][0], options.full_precision))
         for group in own.groups
@@ -173,6 +174,12 @@ def _compare(
 def shares_memory(mesh: UnitMesh) -> bool:
     """Return whether ranks of a unit share memory."""
     return any(comm.shares_memory for dim, comm in mesh.along.items() if dim != "tensor" and comm.size > 1)
+
+
+def chunk_numel(mesh: UnitMesh) -> int | None:
+    """Return the most elements that are gathered and reduced together; None for any number."""
+    spans_nodes = any(comm.spans_nodes for dim, comm in mesh.along.items() if dim != "tensor")
+    return (CHUNK_NUMEL_OF_NODES if spans_nodes else CHUNK_NUMEL) if shares_memory(mesh) else None
 
 
 def comms_for(

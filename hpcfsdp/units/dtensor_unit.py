@@ -24,7 +24,7 @@ from hpcfsdp.params.layout import TensorBlock, contiguous_strides
 from hpcfsdp.params.sharded_params import Dtypes
 from hpcfsdp.params.storage import nothing_of
 from hpcfsdp.reshard.dtensor_ops import complete_operations_on
-from hpcfsdp.units.build import CHUNK_NUMEL, comms_for, dtypes_for, shares_memory
+from hpcfsdp.units.build import chunk_numel, comms_for, dtypes_for, shares_memory
 from hpcfsdp.units.flat_unit import ModelUnit, TensorView
 from hpcfsdp.units.guard import UnitHooks
 from hpcfsdp.units.materialize import MetaTensor, refuse_uninitialised
@@ -107,6 +107,7 @@ class DTensorUnit(ModelUnit):
 
     def choose_reshard(self) -> None:
         """Choose as torch: modules of the outermost unit stay unsharded between a forward and its backward."""
+        self.choose_keepers()
         self.reshard_after_forward = not self.is_root if self.reshard_choice is None else self.reshard_choice
 
     def fits(self) -> bool:
@@ -208,8 +209,7 @@ class DTensorUnit(ModelUnit):
         for group in found.values():
             mesh, dtype = group[0].mesh, group[0].param.local.dtype
             dtypes = dtypes_for(self.options.mixed_precision, dtype)
-            # Small gradient buffers stay in the cache; other transports need large messages.
-            most = CHUNK_NUMEL if shares_memory(mesh) and self.reduce_options.hook is None else None
+            most = chunk_numel(mesh) if self.reduce_options.hook is None else None
             yield from ((mesh, part, dtypes) for part in parts_of(group, most))
 
     # Several modules in one unit

@@ -23,6 +23,7 @@ from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import TensorBlock
 from hpcfsdp.params.sharded_params import ShardedParams, other_in_place_of
 from hpcfsdp.reshard.sharded_tensors import Placed, as_dtensor
+from hpcfsdp.units.keepers import ReshardChoice, keepers_for
 from hpcfsdp.units.own import UNIT, OwnParam, OwnParams, UnitOptions, label, label_replaced
 from hpcfsdp.units.same_model import compare_units
 from hpcfsdp.units.unit_mesh import UnitMesh, rank_names
@@ -72,6 +73,7 @@ class ModelUnit(Unit):
     root: Root | None = None  # of all units under the outermost one, None until that is first called
     is_root = False
     reshard_choice: bool | None = None  # for ``reshard_after_forward``; None: the strategy's, and False for the root
+    keepers_choice: ReshardChoice = True  # over how many ranks values stay where the forward frees them
     streams: Streams | None = None  # those that it shares with other outermost units; None for its own
 
     def __init__(
@@ -90,6 +92,8 @@ class ModelUnit(Unit):
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}  # before mixed precision has cast them
         self.labels: list[tuple[Communicator, str]] = []  # by which ranks know what they have made together
         self._holder = weakref.ref(holder)  # it holds the unit
+        if options.reshard_after_forward is not None:
+            self.set_reshard(options.reshard_after_forward)
 
     @property
     def wrapper(self) -> nn.Module:
@@ -124,8 +128,23 @@ class ModelUnit(Unit):
     def get_ready(self) -> None:
         """Do what comes before the unit gets a root. Collective over the unit's ranks."""
 
+    def set_reshard(self, choice: ReshardChoice) -> None:
+        """Have the forward free parameters, or keep them, as the program says. Collective as ``choose_reshard``."""
+        self.reshard_choice, self.keepers_choice = bool(choice), choice
+        if self.root is not None:
+            self.choose_reshard()
+
+    def choose_keepers(self) -> None:
+        """Choose who keeps values that the forward frees. Collective over the unit's ranks, the first time."""
+        for flat in self.sharded_params:
+            flat.keepers = keepers_for(flat, self.keepers_choice, self.options.comm_options)
+
     def choose_reshard(self) -> None:
-        """Set ``reshard_after_forward``. The root's backward begins where its forward ends, so it keeps its values."""
+        """Set ``reshard_after_forward``, and who keeps values then. Collective over the unit's ranks, the first time.
+
+        The root's backward begins where its forward ends, so it keeps its values.
+        """
+        self.choose_keepers()
         is_free = all(flat.stays_gathered for flat in self.sharded_params)
         keeps = self.mesh.keeps_values or (self.is_root and not is_free)
         self.reshard_after_forward = not keeps if self.reshard_choice is None else self.reshard_choice

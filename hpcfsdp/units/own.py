@@ -20,6 +20,7 @@ from hpcfsdp.errors import EngineError, ShardingError
 from hpcfsdp.params.granularity import Granularity, GranularityOf
 from hpcfsdp.params.layout import TensorBlock
 from hpcfsdp.reshard.sharded_tensors import blocks_of, is_sharded, local_block
+from hpcfsdp.units.keepers import ReshardChoice
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 UNIT = "_hpcfsdp_unit"  # the attribute of a module that was given to ``fully_shard`` with its unit
@@ -53,6 +54,7 @@ class UnitOptions:
     param_init_fn: Callable[[nn.Module], Any] | None = None
     sync_module_states: bool = False
     comm_options: CommOptions = field(default_factory=CommOptions)
+    reshard_after_forward: ReshardChoice | None = None  # None: what the strategy says
     pin_memory: bool = False  # offloaded shards of ``fully_shard``
 
     @property

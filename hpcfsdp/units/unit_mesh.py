@@ -6,7 +6,7 @@ import functools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -126,16 +126,31 @@ class GroupCache:
             return comm.choosing(options)
         if not (_separates_by_default() if options.separate_reductions is None else options.separate_reductions):
             return self.for_gathers(comm, options)
-        ranks, world = self.global_ranks(comm), current_world()
+        ranks = self.global_ranks(comm)
 
         def divide() -> None:
-            labels = comm.all_gather_object(env.host_name()) if world is None else map(world.topology.node_rank, ranks)
-            made.divide(Topology.from_labels(list(labels)))
+            made.divide(self.topology_of(comm))
 
         made = self._cached(("reductions", ranks, options.of_group), lambda: comm.with_own_group(options))
         if narrow and options.sums_by == "hpcfsdp":
             self._cached(("divided", ranks, options.of_group), divide)
         return made.choosing(options)
+
+    def within(self, comm: Communicator, ranks: Sequence[int], options: CommOptions) -> Communicator:
+        """Return a communicator for gathers of some ranks of `comm`. Collective over these, the first time."""
+        owner = comm.group.group_name if isinstance(comm, TorchGroupCommunicator) else weakref.ref(comm)
+        made = self._cached(("within", owner, tuple(ranks)), lambda: comm.subgroup(ranks))
+        return self.for_gathers(made, options)
+
+    def topology_of(self, comm: Communicator) -> Topology:
+        """Return which ranks of `comm` share a node. Collective over these, the first time."""
+
+        def make() -> Topology:
+            ranks, world = self.global_ranks(comm), current_world()
+            labels = comm.all_gather_object(env.host_name()) if world is None else map(world.topology.node_rank, ranks)
+            return Topology.from_labels(list(labels))
+
+        return self._cached(("topology of", self.global_ranks(comm)), make)
 
     def global_ranks(self, comm: Communicator) -> tuple[int, ...]:
         """Return the ranks of `comm` in torch's default group."""
@@ -192,7 +207,7 @@ class GroupCache:
 
         def make() -> Topology:
             everyone, world = communicator_for(None, required=True), current_world()
-            known = world.topology if world is not None else getattr(everyone, "topology", None)
+            known = world.topology if world is not None else everyone.topology
             # torch.distributed alone does not know nodes.
             found = known or Topology.from_labels(everyone.all_gather_object(env.host_name()))
             if found.num_nodes == 1 and everyone.rank == 0:

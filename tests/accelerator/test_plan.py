@@ -194,6 +194,17 @@ def test_replicas_of_fully_shard(world, group, precision):
     check_rows(world, mesh_of((2, 2), ("replicate", "shard")), precision, True, 2, 2)
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("front", ["class", "fully_shard"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16, reduced in fp32", "pure bf16"])
+def test_values_that_stay_over_some_ranks(world, group, front, precision):
+    if front == "fully_shard":
+        check_rows(world, mesh_of((world.size,), ("shard",)), precision, 2, world.size, 1)
+        return
+    predicted = footprint(step_of(precision), setup_of("FULL_SHARD", precision, world.size, 1, kept_over=2))
+    check(of_all(world, measure(lambda: wrapped(group, precision=precision, reshard_after_forward=2))), predicted)
+
+
 def check_rows(world, mesh, precision, reshard, shards, replicas):
     kept, mixed = PRECISIONS[precision]
 
@@ -205,7 +216,8 @@ def check_rows(world, mesh, precision, reshard, shards, replicas):
             fsdp2.fully_shard(block, reshard_after_forward=reshard, **options)
         return fsdp2.fully_shard(model, **options)
 
-    setup = setup_of("FULL_SHARD" if reshard else "SHARD_GRAD_OP", precision, shards, replicas, front="fully_shard")
+    options = {"front": "fully_shard", "kept_over": 0 if isinstance(reshard, bool) else reshard}
+    setup = setup_of("FULL_SHARD" if reshard else "SHARD_GRAD_OP", precision, shards, replicas, **options)
     check(of_all(world, measure(make)), footprint(step_of(precision), setup))
 
 

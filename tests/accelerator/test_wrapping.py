@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.errors import CommunicationError, LaunchError
 from hpcfsdp.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+from hpcfsdp.units.flat_unit import units_in
 from hpcfsdp.wrap import ModuleWrapPolicy
 from tests.accelerator import simulated
 
@@ -146,8 +147,15 @@ def test_the_root_is_gathered_once_in_a_step_and_others_as_the_user_chooses(grou
     assert gathers() == 4
     model.set_reshard_after_forward(True)
     assert gathers() == 6
-    with pytest.raises(TypeError, match="must be True or False, not 1"):
-        model.set_reshard_after_forward(1)
+    model.set_reshard_after_forward(1)  # rank holds all
+    assert gathers() == 3
+    if group.size() == 4:
+        model.set_reshard_after_forward(2)
+        (two,) = {flat.keepers for unit in units_in(model) for flat in unit.sharded_params}
+        two.group.called.clear()
+        assert (gathers(), sum(call.startswith("all_gather") for call in two.group.called)) == (3, 3)
+    with pytest.raises(ValueError, match=r"reshard_after_forward=3 must divide"):
+        model.set_reshard_after_forward(3)
 
 
 def test_a_device_without_a_backend_of_its_own_is_refused(world):

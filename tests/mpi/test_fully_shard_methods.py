@@ -709,7 +709,7 @@ def test_lists_with_modules_inside_of_others(world, row_meshes):
             ValueError,
             "a Linear: shard it",
         ),
-        (lambda: ours.fully_shard(nn.Linear(2, 2)).set_reshard_after_forward(1), ValueError, "True or False, not 1"),
+        (lambda: ours.fully_shard(nn.Linear(2, 2)).set_reshard_after_forward("all"), ValueError, "not 'all'"),
         (lambda: ours.fully_shard(nn.Linear(2, 2)).set_requires_gradient_sync(None), ValueError, "not None"),
         (lambda: ours.fully_shard(nn.Linear(2, 2)).set_gradient_divide_factor(0), ValueError, "other than 0"),
         (lambda: ours.fully_shard(nn.Linear(2, 2)).set_reduce_scatter_max_input_buffers(0), ValueError, "got 0"),

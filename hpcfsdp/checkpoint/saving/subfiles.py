@@ -86,8 +86,7 @@ class SubfilesWriter(PosixWriter):
     def __init__(self, comm: Communicator, temporary: TemporaryFile, content: Content) -> None:
         """Touch no disk. Collective over `comm`."""
         super().__init__(comm, temporary, content)
-        known: Topology | None = getattr(comm, "topology", None)
-        topology = known or Topology.from_labels(comm.all_gather_object(env.host_name()))
+        topology = comm.topology or Topology.from_labels(comm.all_gather_object(env.host_name()))
         self._parts = divide(content.plan, topology, LEAST_BYTES)
         self._paths = [part_path(temporary.path, temporary.token, part.node) for part in self._parts]
         self._leaders = [topology.leaders[part.node] for part in self._parts]

@@ -37,7 +37,8 @@ class LateComm(FakeCommunicator):
         self.log, self.allocated, self.freed = [], [], []
 
     def alloc(self, numel, dtype, *, gathered=False):
-        self.allocated.append((numel, dtype))
+        if not gathered:
+            self.allocated.append((numel, dtype))
         return super().alloc(numel, dtype, gathered=gathered)
 
     def free(self, tensor):

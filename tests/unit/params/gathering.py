@@ -1,6 +1,6 @@
 """Flat parameters gathered and freed without an engine, and the memory that they and their gradients hold."""
 
-from hpcfsdp.params.storage import SharedBuffer
+from hpcfsdp.params.storage import NodeBuffer, SharedBuffer
 
 
 def unshard(flat):
@@ -22,6 +22,8 @@ def buffer_bytes(buffer):
     """Bytes that this rank holds for gathered values, besides the shard."""
     if isinstance(buffer, SharedBuffer):
         return buffer.segment.numel() * buffer.segment.element_size() if buffer.is_cast else 0
+    if isinstance(buffer, NodeBuffer):
+        return buffer.full.numel() * buffer.full.element_size() if buffer._is_filled else 0
     return 0 if buffer.stays else buffer.full.untyped_storage().size()
 
 
