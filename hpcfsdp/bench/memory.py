@@ -44,7 +44,7 @@ def measure(world: World, *, layers: int, width: int, repeats: int, keep_freed: 
     sizes = _unit_sizes(layers, width)
     options = {"layers": layers, "width": width, "repeats": repeats, "keep_freed": keep_freed}
     options |= {"rank": world.rank, "ranks": world.size, "node": world.node_rank}
-    found, activations = {OWN: _sample(world.host, None, OWN, **options)}, {}
+    found, activations = {OWN: sample(world.host, None, OWN, **options)}, {}
     for engine in (PLAIN, *STOCK):
         store, address = rendezvous.open_store(world.comm, single_node=world.num_nodes == 1, timeout_s=_STORE_TIMEOUT_S)
         with raise_together(world.host):
@@ -119,7 +119,7 @@ def _unit_sizes(layers: int, width: int) -> list[int]:
     return [*inner, sum(param.numel() for param in model.parameters()) - sum(inner)]
 
 
-def _sample(
+def sample(
     comm: Communicator, group: Any, engine: str, *, layers: int, repeats: int, keep_freed: bool, node: int, **shape: Any
 ) -> tuple[int, list[int]]:
     """Build an engine over `group`, take steps, and sample their memory; `node` is the number of this rank's node.
@@ -154,7 +154,7 @@ def main(address: str, port: int, engine: str, **options: Any) -> None:
     rank, ranks = options["rank"], options["ranks"]
     store = dist.TCPStore(address, port, ranks, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    samples = _sample(TorchGroupCommunicator(dist.group.WORLD), dist.group.WORLD, engine, **options)
+    samples = sample(TorchGroupCommunicator(dist.group.WORLD), dist.group.WORLD, engine, **options)
     activations = 0
     if engine == PLAIN:
         model = make_model(options["layers"], options["width"])

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from hpcfsdp.comm import Communicator
 
 INTERVAL_S = 0.0003
-_M_MMAP_THRESHOLD, _THRESHOLD_BYTES = -3, 128 << 10
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LEAST_BYTES, _MOST_BYTES = 128 << 10, 32 << 20
 
 _OWN = re.compile(rb"^(?:RssAnon|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 _SHARED = re.compile(rb"^RssShmem:\s*(\d+) kB$", re.MULTILINE)
@@ -83,8 +84,18 @@ def sampled(comm: Communicator, sampler: Sampler | None, action: Callable[[], ob
 def give_back_at_once() -> None:
     """Have the C library return freed memory to the system at once."""
     # By default glibc keeps blocks below a size that grows with the largest freed one, and uses them again by chance.
+    _set_limits(_LEAST_BYTES, _LEAST_BYTES)
+
+
+def keep_freed() -> None:
+    """Have the C library keep freed memory as it does by default, after large blocks were freed."""
+    _set_limits(_MOST_BYTES, 2 * _MOST_BYTES)
+
+
+def _set_limits(mapped: int, trimmed: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, mapped)
+        ctypes.CDLL(None).mallopt(_M_TRIM_THRESHOLD, trimmed)
 
 
 def trim() -> None:

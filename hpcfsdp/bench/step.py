@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcfsdp.fsdp as ours
-from hpcfsdp import fsdp2
+from hpcfsdp import fsdp2, timeline
 from hpcfsdp.bench.harness import Ratio, Table, Times, faster_cell, in_turn, ratio_cell, time_cells, times_json
+from hpcfsdp.comm import traffic
 from hpcfsdp.errors import UsageError
 from hpcfsdp.examples.gpt.parallel import parallelize
 from hpcfsdp.examples.gpt.run_config import ModelConfig
@@ -30,8 +31,11 @@ from hpcfsdp.world import World
 
 FLOOR, OWN, OWN_ROWS = "floor", "hpcfsdp", "hpcfsdp_rows"
 """The last one is the engine under ``hpcfsdp.fully_shard``."""
+ON_NODES = ("hpcfsdp_node", "hpcfsdp_rows_node")
+"""Both with ``reshard_after_forward="node"``, which makes a difference between nodes."""
 STOCK = ("ddp", "fsdp1", "fsdp2")
 NAMES = {FLOOR: "the floor", OWN: "FullyShardedDataParallel", OWN_ROWS: "fully_shard"}
+NAMES |= {"hpcfsdp_node": "FullyShardedDataParallel, node", "hpcfsdp_rows_node": "fully_shard, node"}
 NAMES |= {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2"}
 """Names in the summary of all benchmarks."""
 ENGINES = (FLOOR, *STOCK, OWN, OWN_ROWS)
@@ -40,6 +44,18 @@ IN_TWO_DIMENSIONS = (FLOOR, "fsdp1", "fsdp2", OWN, OWN_ROWS)
 CONTEXT, BATCH, HEADS = 64, 2, 8
 CPU = torch.device("cpu")
 _WIDEST_HEAD = 128
+
+
+class Moved(NamedTuple):
+    """What a step of hpcfsdp moves and holds, as multiples of the bytes of all parameters."""
+
+    between_nodes: float  # sent to other nodes by all ranks, for each node but one
+    copied: float  # in collectives on a node's shared memory, for each node
+    gathered: float  # of gathered values that a node holds at most; 0 where shards are the gathered values
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return tuple(f"{count:.2f}" for count in self)
 
 
 def measure(world: World, *, layers: int, width: int, repeats: int, tensor: int = 1, fused: bool = False) -> Table:
@@ -57,29 +73,63 @@ def measure(world: World, *, layers: int, width: int, repeats: int, tensor: int 
     shape |= {"rank": rank, "ranks": world.size // tensor}
     losses: dict[str, float] = {}
     steps = {}
-    for engine in ENGINES if tensor == 1 else IN_TWO_DIMENSIONS:
+    for engine in (*(ENGINES if tensor == 1 else IN_TWO_DIMENSIONS), *(ON_NODES if world.host.spans_nodes else ())):
         take = training_step(engine, own if engine.startswith(OWN) else gloo, **shape)
         steps[engine] = lambda engine=engine, take=take: losses.update({engine: float(take())})
-    return table(in_turn(world.host, steps, repeats=repeats, warmup=3), losses)
+    times, found = in_turn(world.host, steps, repeats=repeats, warmup=3), dict(losses)
+    with torch.device("meta"):
+        nbytes = sum(param.nbytes for param in make_model(layers, width).parameters()) // tensor
+    moved = {engine: moved_in(world, take, nbytes) for engine, take in steps.items() if engine.startswith(OWN)}
+    return table(times, found, moved)
 
 
-def table(times: Mapping[str, Times], losses: Mapping[str, float]) -> Table:
+def moved_in(world: World, take: Callable[[], object], nbytes: int) -> Moved:
+    """Count what one step moves, of a model of so many bytes. Collective over all ranks."""
+    before = traffic.count.sent_to_nodes, traffic.count.copied
+    timeline.recorder = recorder = timeline.Recorder(world.device)
+    take()
+    timeline.recorder = None
+    sent, copied = traffic.count.sent_to_nodes - before[0], traffic.count.copied - before[1]
+    counts = torch.tensor([sent, copied, recorder.most_gathered_bytes], dtype=torch.float64)
+    world.host.all_reduce(counts, "sum")
+    nodes = world.host.topology.num_nodes
+    sizes = counts / nbytes / torch.tensor([max(1, nodes - 1), nodes, nodes])
+    return Moved(*sizes.tolist())
+
+
+def table(times: Mapping[str, Times], losses: Mapping[str, float], moved: Mapping[str, Moved]) -> Table:
     """Return a row for each engine, as a multiple of the floor, and hpcfsdp's time as a multiple of it.
 
-    `losses` are those of this rank in the last step: equal but for rounding. The floor learns nothing.
+    `losses` are those of this rank in the last step: equal but for rounding. The floor learns nothing. `moved` has
+    hpcfsdp's engines: gloo does not count.
     """
     own, floor = times[OWN], times[FLOOR]
     rows = [
-        (engine, *time_cells(one), f"{one.ratio_to(floor):.2f}x", ratio_cell(own, one)) for engine, one in times.items()
+        (
+            engine,
+            *time_cells(one),
+            f"{one.ratio_to(floor):.2f}x",
+            ratio_cell(own, one),
+            *(moved[engine].cells if engine in moved else [""] * len(Moved._fields)),
+        )
+        for engine, one in times.items()
     ]
-    as_json = {engine: {**one, "loss": losses[engine]} for engine, one in times_json(times, own).items()}
+    as_json = {
+        engine: {**one, "loss": losses[engine], **({"moved": moved[engine]._asdict()} if engine in moved else {})}
+        for engine, one in times_json(times, own).items()
+    }
     ratios = [
         Ratio.of_times(f"{NAMES[engine]}: step time / {NAMES[other]}", times[engine], times[other])
-        for engine in (OWN, OWN_ROWS)
+        for engine in (OWN, OWN_ROWS, *ON_NODES)
         for other in (FLOOR, "fsdp2", "ddp")
         if {engine, other} <= set(times)
     ]
-    return Table(("engine", "step", "min-max", "x floor", "hpcfsdp / it"), rows, as_json, ratios=ratios)
+    columns = ("engine", "step", "min-max", "x floor", "hpcfsdp / it", "between nodes", "copied", "gathered")
+    note = (
+        "In parameter sizes: sent to other nodes by all ranks, for each node but one; copied in collectives on a node; "
+        "gathered values that a node holds at most. gloo does not count."
+    )
+    return Table(columns, rows, as_json, [note], ratios=ratios)
 
 
 def measure_backends(world: World, *, layers: int, width: int, repeats: int) -> Table:
@@ -204,28 +254,33 @@ def wrap(
 
     Args:
         engine: "plain" (the bare model), "ddp", "fsdp1", "fsdp2" or "hpcfsdp"; "fsdp1_orig" and "hpcfsdp_orig" set
-            ``use_orig_params``, "hpcfsdp_rows" uses ``fully_shard``.
+            ``use_orig_params``, "hpcfsdp_rows" uses ``fully_shard``; with "_node" each node keeps what it has gathered
+            for a forward.
         group: its process group, or a mesh of one dimension.
         unit: the class of the modules that become units.
         dtype: in which units compute, and send values and gradients; "plain" and "ddp" do so in that of the model.
     """
-    name, _, style = engine.partition("_")
+    name, *styles = engine.split("_")
     mesh = group if isinstance(group, DeviceMesh) else None
     where = {"process_group": group} if mesh is None else {"device_mesh": mesh}
     narrow = None if dtype == torch.float32 else dtype
     with quiet():
         if name == "ddp":
             return DistributedDataParallel(model, process_group=group)
-        if name == "fsdp2" or engine == OWN_ROWS:
+        if name == "fsdp2" or "rows" in styles:
             if name == "fsdp2" and mesh is None:
                 mesh = DeviceMesh.from_group(group, device.type)
-            rows = stock.MixedPrecisionPolicy(param_dtype=narrow)
-            for module in (*units(model, unit), model):
-                (stock if name == "fsdp2" else fsdp2).fully_shard(module, mesh=mesh, mp_policy=rows)
+            rows: dict[str, Any] = {"mesh": mesh, "mp_policy": stock.MixedPrecisionPolicy(param_dtype=narrow)}
+            for module in units(model, unit):
+                kept = {"reshard_after_forward": "node"} if "node" in styles else {}
+                (stock if name == "fsdp2" else fsdp2).fully_shard(module, **rows, **kept)
+            (stock if name == "fsdp2" else fsdp2).fully_shard(model, **rows)
             return model
         mixed = None if narrow is None else stock.MixedPrecision(param_dtype=narrow)
         policy = ModuleWrapPolicy({unit})
-        options = {**where, "auto_wrap_policy": policy, "device_id": device, "use_orig_params": style == "orig"}
+        options = {**where, "auto_wrap_policy": policy, "device_id": device, "use_orig_params": "orig" in styles}
+        if "node" in styles:
+            options["reshard_after_forward"] = "node"
         if name in ("fsdp1", OWN):
             return (ours if name == OWN else stock).FullyShardedDataParallel(model, **options, mixed_precision=mixed)
     return model

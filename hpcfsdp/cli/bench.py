@@ -29,6 +29,7 @@ _BENCHMARKS: dict[str, tuple[str, dict[str, Any]]] = {
     "collectives": ("collectives.measure", {"sizes": (1, 16, 64), "repeats": 9}),
     "backends": ("step.measure_backends", {"layers": 6, "width": 512, "repeats": 9}),
     "step": ("step.measure", {"layers": 6, "width": 512, "tensor": 1, "fused": False, "repeats": 9}),
+    "plan": ("planned.measure", {"layers": 8, "width": 512, "repeats": 5}),
     "memory": ("memory.measure", {"layers": 8, "width": 768, "keep_freed": False, "repeats": 5}),
     "optim-state": ("optim_state.measure", {"layers": 16, "width": 2048, "repeats": 9}),
     "whole-tensors": ("muon_step.measure", {"matrices": 24, "width": 1024, "repeats": 3}),
@@ -47,7 +48,8 @@ _BENCHMARKS: dict[str, tuple[str, dict[str, Any]]] = {
 _ALONE = ("host", "scale", "all")
 _HELP = """collectives: next to gloo, plain MPI calls and the speed of memory; backends: steps of stock DDP, FSDP1 and
 FSDP2 on hpcmpi and on gloo; step: steps of hpcfsdp, of these over gloo, and without communication; memory: the peak of
-such a step, and the analytic one; optim-state: state dicts of a model and its optimizer, by hpcfsdp and by FSDP1 over
+such a step, and the analytic one; plan: time and memory of hpcfsdp's steps, and what hpcfsdp plan predicts of them on
+this machine; optim-state: state dicts of a model and its optimizer, by hpcfsdp and by FSDP1 over
 gloo; whole-tensors: a step of Muon, by owners of matrices and by gathering all of them; checkpoint: saving and
 loading, by hpcfsdp, torch's DCP, safetensors, h5py and raw files on one disk; gpu: steps on the accelerators of all
 ranks, or on one as a rank of several imagined ones (without mpirun), with memory, launches and communication; host: the
@@ -77,8 +79,8 @@ add = parser.add_argument
 add("what", choices=(*_BENCHMARKS, "all"), metavar="WHAT", help=_HELP)
 _WIDTH = "the same: a multiple of 8; default: 512, memory: 768, gpu, optim-state: 2048; whole-tensors: 1024"
 for flag, text in (
-    ("--repeats", "runs of each way; default: 9, host: 40, memory, checkpoint: 5, whole-tensors: 3"),
-    ("--layers", "backends, step: of the GPT, default: 6; memory: 8; gpu: 24; optim-state: linear, 16"),
+    ("--repeats", "runs of each way; default: 9, host: 40, memory, plan, checkpoint: 5, whole-tensors: 3"),
+    ("--layers", "backends, step: of the GPT, default: 6; memory, plan: 8; gpu: 24; optim-state: linear, 16"),
     ("--width", _WIDTH),
     ("--matrices", "whole-tensors: of the model; default: 24"),
     ("--split-nodes", "divide each node into N imagined ones, which exchange messages; default: 1"),

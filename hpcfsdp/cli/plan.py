@@ -39,6 +39,10 @@ def _count(text: str) -> float:
     return value
 
 
+def _reshard(text: str) -> int | str:
+    return text if text in ("yes", "node") else positive(text)
+
+
 parser = Parser(
     "plan",
     "Predict the memory of the worst rank, the traffic and the time of a step, and the size of checkpoints, for "
@@ -66,7 +70,7 @@ add("--sequence", type=positive, metavar="N", help="tokens of a sequence; defaul
 add("--accumulation", type=positive, metavar="N", help="backwards in a step; default: 1, or that of RUN_YAML")
 add("--ranks", type=positive, metavar="N", required=True, help="of the job")
 add("--ranks-per-node", type=positive, metavar="N", help="default: 8, or all ranks if there are fewer")
-add("--device", metavar="NAME", default="h100", help="a100, h100, h200, b200, mi250x, mi300x, pvc; default: h100")
+add("--device", metavar="NAME", default="h100", help="a100, h100, h200, b200, mi250x, mi300x, pvc, cpu; default: h100")
 add("--device-memory", type=size_in_bytes, metavar="SIZE", help="of one rank's device; default: that of --device")
 add("--headroom", type=float, metavar="SHARE", default=0.1, help="of it to leave free; default: 0.1")
 add("--peak-tflops", type=float, metavar="N", help="of one rank; default: those of --device")
@@ -81,11 +85,13 @@ add("--one-communicator", action="store_true", help="reductions share that of ga
 add("--granularity", type=_granularity, metavar="BLOCK", help="row, whole, or elements that stay on one rank")
 add("--strategy", metavar="NAME", help="plan this one alone, such as HYBRID_SHARD")
 add("--shard", type=positive, metavar="N", help="plan so many ranks for each copy of the model alone")
+_KEPT = "plan this way of what a forward frees alone: yes, node (it stays there), or over how many ranks it stays"
+add("--reshard-after-forward", type=_reshard, metavar="HOW", help=_KEPT)
 add("--recompute", choices=("yes", "no"), help="plan with or without checkpointed activations alone")
 add("--offload", action="store_true", help="keep shards and optimizer in host memory")
 add("--link-within", metavar="LINK", help="within nodes: GB/s,microseconds of a rank, or a name as nvlink4, xgmi")
 add("--link-between", metavar="LINK", help="between nodes: the same, as 22,8, or a name as ndr, hdr, slingshot")
-add("--links", metavar="JSON", type=Path, help="links as hpcfsdp doctor --json has measured them")
+add("--links", metavar="JSON", type=Path, help="measured by hpcfsdp doctor, or bench plan, with --json")
 _WRITTEN = "written by a node in a second; default: 2GB"
 add("--node-disk", type=size_in_bytes, metavar="SIZE", default=2 * 10**9, help=_WRITTEN)
 add("--disk", type=size_in_bytes, metavar="SIZE", default=100 * 10**9, help="the same by all nodes; default: 100GB")
@@ -141,14 +147,15 @@ def _request(options: argparse.Namespace) -> Request:
     from hpcfsdp.comm.communicator import CommOptions  # with torch
     from hpcfsdp.plan.choice import Disk, Request  # with torch
     from hpcfsdp.plan.layouts import Precision, Setup  # the same
-    from hpcfsdp.plan.links import Links, device_named, link_of, measured_links  # the same
+    from hpcfsdp.plan.links import Links, device_named, link_of, measured_links, measured_rates  # the same
     from hpcfsdp.plan.proposal import OF_RUNS
     from hpcfsdp.plan.step_time import Machine
 
     device = device_named(options.device)
+    rates: tuple[float, float] | None = None
     links = Links(link_of(options.link_within or device.within), link_of(options.link_between or device.between))
     if options.links is not None:
-        measured = measured_links(options.links, links)
+        measured, rates = measured_links(options.links, links), measured_rates(options.links)
         links = Links(
             links.within if options.link_within else measured.within,
             links.between if options.link_between else measured.between,
@@ -158,6 +165,9 @@ def _request(options: argparse.Namespace) -> Request:
     param = getattr(torch, _DTYPES[options.param_dtype])
     reduce = getattr(torch, _DTYPES[options.reduce_dtype]) if options.reduce_dtype else None
     peak = options.peak_tflops * 1e12 if options.peak_tflops else device.flops[8 * compute.itemsize]
+    reached = peak * options.efficiency
+    flops, memory_rate = rates or (reached, device.memory_bytes_per_s)
+    kept = {"yes": 0, "node": per_node}.get(options.reshard_after_forward, options.reshard_after_forward)
     common = Setup(
         front=options.front,
         precision=Precision(None if compute == param else compute, reduce),
@@ -177,13 +187,14 @@ def _request(options: argparse.Namespace) -> Request:
     return Request(
         source,
         options.ranks,
-        Machine(per_node, links, peak * options.efficiency, device.memory_bytes_per_s),
+        Machine(per_node, links, reached if options.peak_tflops else flops, memory_rate, options.device == "cpu"),
         options.device_memory or device.memory_bytes,
         options.headroom,
         common,
         param,
         strategies,
         options.shard,
+        kept,
         checkpointed,
         Disk(options.node_disk, options.disk),
         60 * options.save_every,
@@ -196,7 +207,7 @@ def _refuse_unused(options: argparse.Namespace, given: str) -> None:
     of_numbers = ("layers", "width", "heads", "vocabulary")
     unused = [] if given == "params" else [name for name in of_numbers if getattr(options, name) is not None]
     if given == "path":
-        of_run = ("batch", "sequence", "accumulation", "wrap")
+        of_run = ("batch", "sequence", "accumulation", "wrap", "reshard_after_forward")
         unused += [name for name in of_run if getattr(options, name) is not None]
         unused += [name for name in ("front", "recompute", "offload") if getattr(options, name) in _NOT_OF_RUNS]
         unused += ["granularity"] if options.granularity else []
@@ -205,7 +216,7 @@ def _refuse_unused(options: argparse.Namespace, given: str) -> None:
     if given == "params" and options.wrap:
         unused.append("wrap")
     if unused:
-        names = ", ".join(f"--{name}" for name in unused)
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
         where = {"path": "RUN_YAML", "params": "--params"}.get(given, f"--{given}")
         raise UsageError(f"plan: {names} has no effect with {where}: leave it out")
 
@@ -241,7 +252,7 @@ def _print(proposal: Proposal) -> None:
         print_line(f"note       {note}")
     print_line(
         f"machine    {request.ranks // machine.ranks_per_node} nodes x {machine.ranks_per_node} ranks, "
-        f"{readable_bytes(request.memory_bytes)} each, {machine.flops / 1e12:.0f} TFLOP/s reached"
+        f"{readable_bytes(request.memory_bytes)} each, {machine.flops / 1e12:.3g} TFLOP/s reached"
     )
     for name, link in (("within", machine.links.within), ("between", machine.links.between)):
         print_line(
@@ -257,7 +268,7 @@ def _print(proposal: Proposal) -> None:
     usable = request.memory_bytes * (1 - request.headroom)
     setup = best.setup
     print_line(
-        f"{'recommended' if best.fits else 'does not fit'}: {setup.strategy}, {setup.replicas} replica(s) x "
+        f"{'recommended' if best.fits else 'does not fit'}: {setup.label}, {setup.replicas} replica(s) x "
         f"{setup.shards} shard(s), {'with' if best.checkpointed else 'without'} checkpointed activations"
         f"{', offloaded' if setup.offload else ''}"
     )
@@ -329,7 +340,7 @@ def _print_candidates(proposal: Proposal) -> None:
     for each in proposal.all[:_SHOWN]:
         setup, peak = each.setup, readable_bytes(each.footprint.peak.nbytes)
         recompute, fits = ("yes" if value else "no" for value in (each.checkpointed, each.fits))
-        mesh = setup.strategy, str(setup.replicas), str(setup.shards)
+        mesh = setup.label, str(setup.replicas), str(setup.shards)
         rows.append([*mesh, recompute, peak, _seconds(each.time.seconds), fits])
     columns = ["strategy", "replicas", "shards", "recompute", "peak", "step s", "fits"]
     print_table(columns, rows, right=columns[1:6])

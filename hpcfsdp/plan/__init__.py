@@ -6,7 +6,7 @@ rank is started, and no rank is visited.
 
 from hpcfsdp.plan.choice import Disk, Request
 from hpcfsdp.plan.layouts import Precision, Setup
-from hpcfsdp.plan.links import DEVICES, Link, Links, link_of, measured_links
+from hpcfsdp.plan.links import DEVICES, Link, Links, link_of, measured_links, measured_rates
 from hpcfsdp.plan.models import (
     ModelSource,
     from_factory,
@@ -38,6 +38,7 @@ __all__ = [
     "from_transformers",
     "link_of",
     "measured_links",
+    "measured_rates",
     "propose",
     "shape_of",
 ]

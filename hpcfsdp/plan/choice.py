@@ -9,7 +9,7 @@ import torch
 
 from hpcfsdp.errors import UsageError
 from hpcfsdp.plan.footprint import Footprint
-from hpcfsdp.plan.layouts import Setup
+from hpcfsdp.plan.layouts import KEEPS_VALUES, Setup
 from hpcfsdp.plan.models import ModelSource
 from hpcfsdp.plan.step_time import Machine, StepTime, replay
 from hpcfsdp.plan.traced_step import TracedStep
@@ -35,9 +35,10 @@ class Request:
     # front, precision, optimizer, offload, accumulation and granularity of all setups
     common: Setup = field(default_factory=Setup)
     param: torch.dtype | None = None  # the dtype of the parameters; None for that of the model
-    # strategies, shards, checkpointed: to consider no others; empty or None for all
+    # strategies, shards, kept_over, checkpointed: to consider no others; empty or None for all
     strategies: tuple[str, ...] = ()
     shards: int | None = None
+    kept_over: int | None = None  # the same of ``Setup.kept_over``
     checkpointed: bool | None = None
     # disk, interval_s: for checkpoints
     disk: Disk = field(default_factory=Disk)
@@ -64,13 +65,15 @@ class Candidate:
 def candidates(request: Request, steps: Sequence[TracedStep]) -> tuple[Candidate, ...]:
     """Return all setups of a job with each of `steps`, the fastest first; last come those that do not fit, by size."""
     found = []
-    for strategy, shards in _ways(request):
+    for strategy, shards, kept_over in _ways(request):
         setup = replace(
             request.common,
             strategy=strategy,
             shards=shards,
             replicas=request.ranks // shards,
             nodes_of_shards=max(1, shards // request.machine.ranks_per_node),
+            kept_over=kept_over,
+            node_bytes=request.memory_bytes * request.machine.ranks_per_node if request.machine.on_cpu else 0,
         )
         for step in steps:
             footprint, time = replay(step, setup, request.machine)
@@ -109,8 +112,11 @@ def pick(found: Sequence[Candidate]) -> Candidate:
     )
 
 
-def _ways(request: Request) -> Iterator[tuple[str, int]]:
-    """Yield strategies and numbers of shards: a copy lies within a node, or fills whole nodes."""
+def _ways(request: Request) -> Iterator[tuple[str, int, int]]:
+    """Yield strategies, numbers of shards, and ranks over which values stay from a forward to its backward.
+
+    A copy lies within a node, or fills whole nodes; then its values may stay on each node.
+    """
     ranks, per_node = request.ranks, request.machine.ranks_per_node
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0 and (per_node % n == 0 or n % per_node == 0)]
     if request.shards is not None:
@@ -126,7 +132,18 @@ def _ways(request: Request) -> Iterator[tuple[str, int]]:
             strategies = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
         for strategy in strategies:
             if not request.strategies or strategy in request.strategies:
-                yield strategy, shards
+                yield from ((strategy, shards, kept) for kept in _keepers(request, strategy, shards))
+
+
+def _keepers(request: Request, strategy: str, shards: int) -> Iterator[int]:
+    per_node, asked = request.machine.ranks_per_node, request.kept_over
+    if strategy in KEEPS_VALUES or request.of_run:
+        yield from () if asked else (0,)
+    elif asked is not None:  # on devices each rank would keep all of its own
+        is_way = asked < shards and shards % max(asked, 1) == 0 and (asked != 1 or request.machine.on_cpu)
+        yield from (asked,) if is_way else ()
+    else:
+        yield from (0, per_node) if shards > per_node > 1 else (0,)
 
 
 def way_out(request: Request, step: TracedStep, smallest: Candidate) -> tuple[int, list[str]]:

@@ -74,8 +74,10 @@ DEVICES = {
     "mi250x": Device({16: 191e12, 32: 48e12}, 64 * GIB, 1.6e12, "xgmi", "slingshot"),
     "mi300x": Device({16: 1307e12, 32: 163e12}, 192 * GIB, 5.3e12, "xgmi", "ndr"),
     "pvc": Device({16: 420e12, 32: 26e12}, 64 * GIB, 1.6e12, "xgmi", "slingshot"),
+    "cpu": Device({16: 100e9, 32: 100e9}, 4 * GIB, 8e9, "pcie4", "hdr"),
 }
-"""Peaks of dense matrix products as the vendors state them (NVIDIA: fp32 as TF32; mi250x, pvc: one of two dies)."""
+"""Peaks of dense matrix products as the vendors state them (NVIDIA: fp32 as TF32; mi250x, pvc: one of two dies). Those
+of "cpu" are a guess at one core: ``hpcfsdp bench plan`` measures them."""
 
 
 def device_named(name: str) -> Device:
@@ -105,14 +107,7 @@ def link_of(text: str) -> Link:
 
 def measured_links(path: Path, assumed: Links) -> Links:
     """Return the links in a report of ``hpcfsdp doctor --json``; those of `assumed` where it measured none."""
-    try:
-        report = json.loads(path.read_text())
-    except OSError as error:
-        raise UsageError(f"plan: {path}: {error.strerror}") from None
-    except (ValueError, UnicodeDecodeError):
-        raise UsageError(f"plan: {path} is not JSON: write it with hpcfsdp doctor --json > {path}") from None
-    facts = report.get("facts") if isinstance(report, dict) else None
-    found = facts.get("links") if isinstance(facts, dict) else None
+    found = _facts(path).get("links")
     made = {name: _measured(found.get(name), path) for name in ("within", "between")} if isinstance(found, dict) else {}
     if not any(made.values()):
         raise UsageError(
@@ -122,13 +117,42 @@ def measured_links(path: Path, assumed: Links) -> Links:
     return Links(made["within"] or assumed.within, made["between"] or assumed.between)
 
 
+def measured_rates(path: Path) -> tuple[float, float] | None:
+    """Return ``Machine.flops`` and ``memory_bytes_per_s`` in a report of ``hpcfsdp bench plan --json``; None in others.
+
+    Raises as ``measured_links``.
+    """
+    found = _facts(path).get("compute")
+    if found is None:
+        return None
+    flops, memory = _numbers(found, path, "compute", "flops", "memory_bytes_per_s")
+    if not (0 < flops < float("inf") and 0 < memory < float("inf")):
+        raise UsageError(f"plan: {path}: {flops:g} operations and {memory:g} bytes a second cannot be planned with")
+    return flops, memory
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    try:
+        report = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"plan: {path}: {error.strerror}") from None
+    except (ValueError, UnicodeDecodeError):
+        raise UsageError(f"plan: {path} is not JSON: write it with hpcfsdp doctor --json > {path}") from None
+    facts = report.get("facts") if isinstance(report, dict) else None
+    return facts if isinstance(facts, dict) else {}
+
+
+def _numbers(found: Any, path: Path, where: str, *names: str) -> list[float]:
+    try:
+        return [float(found[name]) for name in names]
+    except (KeyError, TypeError, ValueError):
+        raise UsageError(f"plan: {path}: facts.{where} has no {' and '.join(names)}") from None
+
+
 def _measured(found: Any, path: Path) -> Link | None:
     if found is None:
         return None
-    try:
-        latency, bandwidth = float(found["latency_s"]), float(found["bytes_per_s"])
-    except (KeyError, TypeError, ValueError):
-        raise UsageError(f"plan: {path}: facts.links has no latency_s and bytes_per_s") from None
+    latency, bandwidth = _numbers(found, path, "links", "latency_s", "bytes_per_s")
     if not (0 < bandwidth < float("inf") and 0 <= latency < float("inf")):
         raise UsageError(f"plan: {path}: a link with {bandwidth:g} bytes/s and {latency:g} s cannot be planned with")
     return Link(latency, bandwidth, f"measured, {path.name}")

@@ -155,6 +155,13 @@ def _reason(best: Candidate, found: tuple[Candidate, ...], step: TracedStep) -> 
     if others and best.setup.replicas > 1:
         slower = others[0].time.seconds / best.time.seconds
         parts.append(f"FULL_SHARD over all ranks takes {slower:.2f}x as long")
+    if best.setup.kept_over:
+        unlike = replace(best.setup, kept_over=0)
+        freed = [each for each in found if each.setup == unlike and each.checkpointed is best.checkpointed]
+        kept = "each node" if best.setup.reshard_after_forward == "node" else f"{best.setup.kept_over} ranks"
+        parts.append(f"values stay on {kept} from a forward to its backward")
+        if freed:
+            parts[-1] += f": to gather them again takes {freed[0].time.seconds / best.time.seconds:.2f}x as long"
     plain = [each for each in found if not each.checkpointed and each.setup == best.setup]
     if best.checkpointed and plain and not plain[0].fits:
         parts.append("it does not fit without checkpointed activations")
@@ -250,6 +257,8 @@ def _with_class(candidate: Candidate, kinds: list[str], mixed: str, hybrid: bool
         options.append(f"auto_wrap_policy=ModuleWrapPolicy({{{', '.join(kinds)}}})")
     if mixed:
         options.append(f"mixed_precision=MixedPrecision({mixed})")
+    if setup.kept_over:
+        options.append(_reshard_argument(setup))
     if setup.offload:
         options.append("cpu_offload=CPUOffload(True)")
     if setup.granularity != 1:
@@ -272,16 +281,22 @@ def _with_fully_shard(candidate: Candidate, kinds: list[str], mixed: str, hybrid
         options.append("offload_policy=CPUOffloadPolicy()")
     lines = ["options = dict(", *(f"    {option}," for option in options), ")"]
     if kinds:
-        keep = "reshard_after_forward=False, " if setup.strategy in KEEPS_VALUES else ""
+        keep = setup.strategy in KEEPS_VALUES or setup.kept_over
+        kept = f"{_reshard_argument(setup)}, " if keep else ""
         if candidate.checkpointed:  # inside of the units: these are the wrappers
             lines.append(f"apply_activation_checkpointing(model, check_fn={_is_one_of(kinds)})")
         types = "CheckpointWrapper" if candidate.checkpointed else _types(kinds)
         lines += [
             "for module in list(model.modules()):",
             f"    if isinstance(module, {types}):",
-            f"        fully_shard(module, {keep}**options)",
+            f"        fully_shard(module, {kept}**options)",
         ]
     return [*lines, "fully_shard(model, **options)"]
+
+
+def _reshard_argument(setup: Setup) -> str:
+    value = setup.reshard_after_forward
+    return f'reshard_after_forward="{value}"' if isinstance(value, str) else f"reshard_after_forward={value}"
 
 
 def _types(kinds: list[str]) -> str:
@@ -337,6 +352,7 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
     setup, time, memory = candidate.setup, candidate.time, candidate.footprint
     return {
         "strategy": setup.strategy,
+        "reshard_after_forward": setup.reshard_after_forward,
         "front": setup.front,
         "shards": setup.shards,
         "replicas": setup.replicas,
@@ -393,7 +409,7 @@ def draw(proposal: Proposal) -> Figure:
     axes.legend(fontsize="x-small", loc="upper right")
     axes, bars = figure.add_subplot(1, 2, 2), proposal.all[:_MOST_BARS]
     names = [
-        f"{setup.strategy} {setup.replicas} x {setup.shards}{', recomputed' if each.checkpointed else ''}"
+        f"{setup.label} {setup.replicas} x {setup.shards}{', recomputed' if each.checkpointed else ''}"
         for each, setup in ((each, each.setup) for each in bars)
     ]
     left = [0.0] * len(bars)

@@ -3,6 +3,8 @@
 The schedule follows the waits of ``docs/developers/streams.md``: a gather waits for the memory of the unit before the
 last, or in the backward for that of the last; a unit waits for its values; a buffer of gradients waits for the
 reduction of the one before. Collectives of several queues share the links, in the order of their calls.
+
+On CPUs the core that computes moves the bytes, too: nothing overlaps. Neighbours read each other's memory.
 """
 
 from __future__ import annotations
@@ -22,14 +24,18 @@ class Machine:
     ranks_per_node: int  # of every node
     links: Links  # within and between nodes
     flops: float  # operations per second of a rank while it computes: the peak, times the efficiency
-    memory_bytes_per_s: float  # of a device, for the optimizer
+    memory_bytes_per_s: float  # of a device, for the optimizer; of a rank on CPUs, while all ranks use the memory
+    on_cpu: bool = False  # whether ranks compute on CPUs, and those of a node share its memory
 
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Communication of one unit: of one gather, and of one reduction with that over replicas."""
+    """Communication of one unit: of one gather, of another one in the backward, and of one reduction with that over
+    replicas.
+    """
 
     gather: Traffic
+    again: Traffic  # a gather of what ``Setup.kept_over`` ranks have kept
     reduce: Traffic
     replicate: Traffic
 
@@ -84,19 +90,44 @@ class _Schedule(Replay):
         self._sums = [Traffic(), Traffic(), Traffic()]
 
     def _cost_of(self, unit: ReplayedUnit) -> UnitCost:
-        links, setup = self._machine.links, self.setup
-        gather, reduce, replicate = Traffic(), Traffic(), Traffic()
+        setup, per_node = self.setup, self._machine.ranks_per_node
+        keepers = RankGroup.of_shards(setup.kept_over or setup.shards, per_node)
+        gather, again, reduce, replicate = Traffic(), Traffic(), Traffic(), Traffic()
         for group in unit.groups:
-            gather += self._shards.gather(group.layout.padded_numel * group.dtypes.compute.itemsize, links)
+            gather += self._gather_of(group, self._shards)
+            again += Traffic() if setup.stays_in_node else self._gather_of(group, keepers)
             if group.trained:
                 reduce += self._reduction_of(group)
                 shard_bytes = group.layout.shard_numel * group.dtypes.reduce.itemsize
-                replicate += self._replicas.all_reduce(shard_bytes, links) if setup.replicas > 1 else Traffic()
-        return UnitCost(gather, reduce, replicate)
+                if setup.replicas > 1:
+                    replicate += self._replicas.all_reduce(shard_bytes, self._machine.links)
+        return UnitCost(gather, again, reduce, replicate)
+
+    def _gather_of(self, group: PlannedGroup, ranks: RankGroup) -> Traffic:
+        nbytes = group.layout.padded_numel * group.dtypes.compute.itemsize
+        if not self.on_host:
+            return ranks.gather(nbytes, self._machine.links)
+        if ranks.nodes == 1:
+            return Traffic()
+        return self._on_host(ranks, nbytes, 2 * nbytes / ranks.size)  # each rank copies its part to where others read
+
+    def _on_host(self, ranks: RankGroup, nbytes: float, accessed: float) -> Traffic:
+        """Return what it takes a rank to exchange its part of `nbytes` with other nodes, and to access memory."""
+        machine, sent = self._machine, ranks.gather(nbytes, self._machine.links)
+        between, links = sent.between_bytes, machine.links
+        latency = (ranks.nodes > 1) * links.between.latency_s + (ranks.per_node > 1) * links.within.latency_s
+        transfer = between / links.between.bytes_per_s + accessed / machine.memory_bytes_per_s
+        return Traffic(accessed, between, latency, transfer, 1)
 
     def _reduction_of(self, group: PlannedGroup) -> Traffic:
         links, shards = self._machine.links, self._shards
         nbytes = group.layout.padded_numel * group.dtypes.reduce.itemsize
+        if self.on_host:
+            # Gradients move into the buffer; the node reduces what its ranks and their peers on other nodes get; these
+            # partial results arrive, and become the shard.
+            part, others = nbytes / shards.size, shards.nodes - 1
+            partial = others * (shards.per_node + 1) * part if shards.per_node > 1 else 0
+            return self._on_host(shards, nbytes, 2 * nbytes + partial + (others + shards.per_node + 1) * part)
         if group.dtypes.reduce == group.dtypes.accumulate or shards.nodes == 1:
             return shards.gather(nbytes, links)
         if self.setup.sums_by_node:  # within nodes, and what is left across them
@@ -123,12 +154,16 @@ class _Schedule(Replay):
 
     def _optimizer_s(self) -> float:
         """Return its time: it reads and writes parameters and state, and reads gradients."""
-        passes = 2 + 2 * OPTIMIZERS[self.setup.optimizer].values
+        optimizer = OPTIMIZERS[self.setup.optimizer]
+        passes = 2 + 2 * optimizer.values
         trained = [group for unit in self.units for group in unit.groups if group.trained]
         nbytes = sum(
             group.layout.shard_numel * (passes * group.dtypes.param.itemsize + group.dtypes.grad.itemsize)
             for group in trained
         )
+        if self.on_host:
+            shards = sum(group.layout.shard_numel * group.dtypes.param.itemsize for group in trained)
+            nbytes = optimizer.loop_passes * shards
         return nbytes / self._machine.memory_bytes_per_s
 
     def on_compute(self, event: StepEvent) -> None:
@@ -138,13 +173,16 @@ class _Schedule(Replay):
 
     def _sent(self, ready_s: float, cost: Traffic) -> float:
         """Return when a collective ends that may begin at `ready_s`: as soon as its link has room."""
+        if self.on_host:
+            self._compute = max(ready_s, self._compute) + cost.seconds
+            return self._compute
         link = "between" if cost.between_bytes else "within"
         begin = max(ready_s, self._busy_until[link])
         self._busy_until[link] = begin + cost.transfer_s
         return begin + cost.seconds
 
     def on_gather(self, unit: ReplayedUnit) -> None:
-        cost = self._costs[unit.index].gather
+        cost = self._costs[unit.index].again if unit.is_kept else self._costs[unit.index].gather
         self._gathers = self._sent(max(self._gathers, self._reductions if self._is_one_queue else 0.0), cost)
         self._ready[unit.index] = self._gathers
         self._sums[0] += cost

@@ -29,7 +29,12 @@ def test_measurements_between_imagined_nodes(start, tmp_path, arguments):
     where = ("--folder", str(tmp_path)) if arguments[0] == "checkpoint" else ()
     job = start("-m", "hpcfsdp", "bench", *arguments, *where, "--split-nodes", "2", "--json", ranks=2).wait(250)
     assert job.code == 0, job.stderr
-    assert json.loads(job.stdout)["topology"] == "2 node(s) of 1 rank(s)"
+    report = json.loads(job.stdout)
+    assert report["topology"] == "2 node(s) of 1 rank(s)"
+    if arguments[0] == "step":  # gathers and reductions send the parameters once each; the root is gathered once
+        sent = {engine: one["moved"]["between_nodes"] for engine, one in report["measured"].items() if "moved" in one}
+        assert sent["hpcfsdp_node"] == pytest.approx(2, rel=0.1) and sent["hpcfsdp_rows_node"] == pytest.approx(2, 0.1)
+        assert 2.2 < sent["hpcfsdp"] == sent["hpcfsdp_rows"] < 3
 
 
 def test_one_process_cannot_be_divided_into_nodes(command):
@@ -58,6 +63,7 @@ def test_bench_step_measures_every_engine_with_equal_losses(hpcfsdp):
     losses = [one["loss"] for engine, one in measured.items() if engine != "floor"]
     assert losses == pytest.approx([losses[0]] * 5, rel=1e-4)
     assert measured["floor"]["loss"] > losses[0]
+    assert measured["hpcfsdp"]["moved"] == {"between_nodes": 0, "copied": 0, "gathered": 0}
 
 
 @pytest.mark.slow
@@ -91,6 +97,21 @@ def test_bench_memory(start):
         assert one["baseline_bytes"] > one["peak_bytes"] > one["analytic_bytes"] // 2
         assert len(one["steps_bytes"]) == 1
         assert one["hpcfsdp_ratio"] > 0
+
+
+@pytest.mark.slow
+def test_bench_plan(hpcfsdp, command, tmp_path):
+    job = hpcfsdp("bench", "plan", *SMALL, "--split-nodes", "2", "--json", ranks=2)
+    assert job.code == 0, job.stderr
+    measured = json.loads(job.stdout)["measured"]
+    assert list(measured) == ["hpcfsdp", "hpcfsdp_rows", "hpcfsdp_node", "hpcfsdp_rows_node"]
+    assert all(one["planned_s"] > 0 and one["planned_bytes"] > 0 for one in measured.values())
+    rates = tmp_path / "machine.json"
+    rates.write_text(job.stdout)
+    model = ("--params", "1e7", "--layers", "2", "--sequence", "64", "--ranks", "4", "--ranks-per-node", "2")
+    planned = command("plan", *model, "--device", "cpu", "--links", rates, "--json")
+    assert planned.code == 0, planned.stderr
+    assert "measured" in json.loads(planned.stdout)["machine"]["links"]["between"]["source"]
 
 
 @pytest.mark.slow

@@ -103,6 +103,34 @@ def test_fully_shard(command):
     assert "fully_shard(module, reshard_after_forward=False, **options)" in done.stdout
 
 
+def test_values_that_stay_on_nodes(command):
+    slow = (*SMALL, "--link-between", "1,60", "--strategy", "FULL_SHARD")
+    done = command(*slow)
+    assert "recommended: FULL_SHARD, node, 1 replica(s) x 32 shard(s)" in done.stdout
+    assert '      reshard_after_forward="node",' in done.stdout
+    found = planned(command, *slow[1:])
+    assert found["recommendation"]["reshard_after_forward"] == "node"
+    assert {each["reshard_after_forward"] for each in found["candidates"]} == {True, "node"}
+    for how, ways in (("yes", {True}), ("node", {"node"}), ("2", {2})):
+        found = planned(command, *slow[1:], "--reshard-after-forward", how, "--front", "fully_shard")
+        assert {each["reshard_after_forward"] for each in found["candidates"]} == ways
+
+
+def test_cpus_with_measured_rates(command, tmp_path):
+    rates = tmp_path / "machine.json"
+    link = {"latency_s": 5e-5, "bytes_per_s": 4e9}
+    compute = {"flops": 8e10, "memory_bytes_per_s": 1.4e10}
+    rates.write_text(json.dumps({"facts": {"links": {"within": link, "between": link}, "compute": compute}}))
+    line = ("--params", "1e8", "--layers", "6", "--sequence", "256", "--ranks", "8", "--ranks-per-node", "4")
+    found = planned(command, *line, "--device", "cpu", "--dtype", "fp32", "--links", rates)
+    assert found["machine"]["flops"] == 8e10
+    ways = {(each["strategy"], each["reshard_after_forward"]): each for each in found["candidates"]}
+    node, kept = (ways[name]["memory"]["peak_bytes"] for name in (("FULL_SHARD", "node"), ("SHARD_GRAD_OP", False)))
+    assert node == pytest.approx(kept, rel=0.01)
+    given = planned(command, *line, "--device", "cpu", "--links", rates, "--peak-tflops", "0.1")
+    assert given["machine"]["flops"] == 0.05e12
+
+
 def test_what_does_not_fit(command):
     found = command(*SMALL, "--device-memory", "200MB", "--shard", "4")
     assert found.code == 0, found.stderr
@@ -149,6 +177,7 @@ def test_lines_fit_a_terminal(command, width):
             ("--params", "1e9", "--layers", "8", "--ranks", "12", "--ranks-per-node", "8"),
             "--ranks 12 is not a multiple of --ranks-per-node 8: give whole nodes, for example --ranks 16",
         ),
+        (("--params", "1e9", "--layers", "8", "--ranks", "8", "--reshard-after-forward", "no"), "argument --reshard"),
         (("--params", "1e9", "--layers", "8", "--ranks", "8", "--shard", "3"), "--shard 3 does not divide the 8 ranks"),
         (("--params", "1e9", "--layers", "8", "--ranks", "8", "--strategy", "ZERO"), "there is no strategy 'ZERO'"),
         (("--params", "1e9", "--layers", "8", "--ranks", "8", "--device", "h10"), "did you mean 'h100'"),

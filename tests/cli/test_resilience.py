@@ -223,6 +223,7 @@ def test_random_losses(job, seed):
 
 MISUSE = """
 import torch.distributed as dist
+from hpcfsdp.comm.mpi import staged
 from torch.nn.parallel import DistributedDataParallel
 from torch.distributed.fsdp import fully_shard
 
@@ -307,6 +308,16 @@ def old_model(world):
 
 hpcfsdp.resilient(old_model, device="cpu")
 
+def among_parts(world):
+    if among_parts not in kept:
+        kept.append(among_parts)
+        if world.rank == world.size - 1:
+            staged.reduce_into = lambda *_, **__: dies(world)
+        dist.all_reduce(torch.ones(1 << 20))
+    return lost.generation
+
+print("among parts:", hpcfsdp.resilient(among_parts, device="cpu"), flush=True)
+
 def last(world):
     dies(world)
     while True:
@@ -321,17 +332,18 @@ hpcfsdp.resilient(last, device="cpu", max_losses=0)
 )
 def test_every_wait_notices_a_loss_and_the_next_one_again(job, waits):
     names = waits.split()
-    ended = job(MISUSE, len(names) + 3, WAITS=waits)
+    ended = job(MISUSE, len(names) + 4, WAITS=waits)
     assert ended.code == 75, ended.stderr
     found = re.findall(r"^noticed (\w+) (.*)$", ended.stdout, re.MULTILINE)
-    for last, name in zip(range(len(names) + 2, 0, -1), names, strict=False):
+    for last, name in zip(range(len(names) + 3, 0, -1), names, strict=False):
         mine = [json.loads(text) for of, text in found if of == name]
         assert len(mine) == last, (name, ended.stderr)
         for (first, text), (second, _) in mine:
             assert (first, f"lost rank(s) {last} on " in text) == ("RankLostError", True), (name, text)
             assert second == "RankLostError" or name == "ddp"  # whose own state is broken by the first
     refused = "is of the world before ranks were lost; make the model, the optimizer and all groups within the function"
-    assert ended.stdout.count("old model: ") == ended.stdout.count(refused) == 2
+    assert ended.stdout.count("old model: ") == ended.stdout.count(refused) == 3
+    assert ended.stdout.count(f"among parts: {len(names) + 2}\n") == 2
     assert "the job has gone on after max_losses=0 losses already" in ended.stderr
 
 

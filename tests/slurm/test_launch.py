@@ -64,6 +64,17 @@ def test_ranks_find_their_nodes(srun, topology, options, nodes):
 
 
 @pytest.mark.slow
+def test_a_step_of_each_engine_is_measured_on_two_nodes(srun):
+    few = ("--layers", "1", "--width", "16", "--repeats", "1", "--json")
+    step = srun("-N2 -n4", "-m", "hpcfsdp", "bench", "step", *few).wait()
+    assert step.code == 0, step.stderr
+    report = json.loads(step.stdout)
+    assert report["topology"] == "2 node(s) of 2 rank(s)"
+    assert {"floor", "ddp", "fsdp1", "fsdp2"} < set(report["measured"])
+    assert report["measured"]["hpcfsdp_node"]["moved"]["between_nodes"] == pytest.approx(2, rel=0.1)
+
+
+@pytest.mark.slow
 def test_open_mpi_finds_the_nodes_through_pmix(srun, cluster, open_mpi, topology):
     if not cluster.named:
         pytest.skip("Open MPI knows nodes by their host names, and this system gives slurmd no other name")

@@ -34,7 +34,8 @@ LAYERS = [
     {"checkpoint"},
     {"observe"},
     {"doctor", "examples", "integrations", "report"},
-    {"bench", "plan"},
+    {"plan"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 ]

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from hpcfsdp.bench import checkpoint, collectives, host, memory, optim_state, step
+from hpcfsdp.bench import checkpoint, collectives, host, memory, optim_state, planned, step
 from hpcfsdp.bench.harness import Peak, Times, in_turn, readable
 from hpcfsdp.comm.fake import FakeCommunicator
 
@@ -41,20 +41,34 @@ def test_json_holds_every_run():
 STEP = step.table(
     {"floor": Times((0.001, 0.002)), "ddp": Times((0.005, 0.010)), "hpcfsdp": Times((0.002, 0.004))},
     {"floor": 5.0, "ddp": 2.0, "hpcfsdp": 2.0},
+    {"hpcfsdp": step.Moved(2.0, 1.0, 0.254)},
 )
 
 
 def test_a_step_is_compared_with_the_floor_and_hpcfsdp_with_every_engine():
     assert STEP.rows == [
-        ("floor", "1.50 ms", "1.00 ms - 2.00 ms", "1.00x", "2.00x"),
-        ("ddp", "7.50 ms", "5.00 ms - 10.00 ms", "5.00x", "0.40x"),
-        ("hpcfsdp", "3.00 ms", "2.00 ms - 4.00 ms", "2.00x", ""),
+        ("floor", "1.50 ms", "1.00 ms - 2.00 ms", "1.00x", "2.00x", "", "", ""),
+        ("ddp", "7.50 ms", "5.00 ms - 10.00 ms", "5.00x", "0.40x", "", "", ""),
+        ("hpcfsdp", "3.00 ms", "2.00 ms - 4.00 ms", "2.00x", "", "2.00", "1.00", "0.25"),
     ]
 
 
 def test_json_of_a_step_holds_ratios_and_losses():
     ddp = json.loads(json.dumps(STEP.as_json))["ddp"]
     assert ddp == {"median_s": 0.0075, "seconds": [0.005, 0.01], "loss": 2.0, "hpcfsdp_ratio": 0.4}
+    assert STEP.as_json["hpcfsdp"]["moved"] == {"between_nodes": 2.0, "copied": 1.0, "gathered": 0.254}
+
+
+PLANNED = planned.table(
+    {"hpcfsdp": planned.Compared(Times((0.002, 0.004, 0.004)), 0.003, Peak((9 << 20, 10 << 20), 11 << 20))},
+    {"links": {}, "compute": {"flops": 8e10, "memory_bytes_per_s": 1.4e10}},
+)
+
+
+def test_a_plan_is_compared_with_time_and_memory():
+    assert PLANNED.rows == [("hpcfsdp", "4.00 ms", "3.00 ms", "0.75x", "10.0 MiB", "11.0 MiB", "1.100x")]
+    assert PLANNED.as_json["hpcfsdp"]["ratios"] == (0.75, 1.1)
+    assert dict(PLANNED.facts)["facts"]["compute"]["flops"] == 8e10
 
 
 HOST = host.table(
@@ -164,6 +178,7 @@ def test_json_of_a_checkpoint_holds_every_run_and_the_size():
         collectives.table([collectives.Comparison("all_gather", 1 << 20, 0.0005, WAYS)]),
         step.backends_table({"ddp": WAYS}),
         STEP,
+        PLANNED,
         HOST,
         MEMORY,
         OPTIM_STATE,
@@ -177,7 +192,8 @@ def test_every_row_has_a_cell_for_each_column(table):
 
 
 def test_columns():
-    assert STEP.columns == ("engine", "step", "min-max", "x floor", "hpcfsdp / it")
+    moved = ("between nodes", "copied", "gathered")
+    assert STEP.columns == ("engine", "step", "min-max", "x floor", "hpcfsdp / it", *moved)
     assert OPTIM_STATE.columns == ("call", "engine", "median", "min-max", "fsdp1 / hpcfsdp")
     memory_columns = ("call", "ranks", "engine", "peak", "min-max of calls", "analytic", "peak / analytic")
     assert OPTIM_STATE.second.columns == memory_columns

@@ -20,15 +20,45 @@ def request(links=FAST, ranks=32, memory=80 * GIB, sequence=512, **options):
 
 def test_slow_links_between_nodes_are_used_less():
     """Gathered twice over nodes, parameters are sent more often than gradients of copies on each node."""
-    found = plan.propose(request(SLOW))
+    found = plan.propose(request(SLOW, kept_over=0))
     everywhere = next(each for each in found.all if each.setup.strategy == "FULL_SHARD" and not each.checkpointed)
     assert everywhere.time.seconds > 1.2 * found.best.time.seconds
     assert found.best.time.traffic.between_bytes < 0.8 * everywhere.time.traffic.between_bytes
-    hybrid = plan.propose(request(SLOW, strategies=("HYBRID_SHARD",)))
+    hybrid = plan.propose(request(SLOW, strategies=("HYBRID_SHARD",), kept_over=0))
     assert hybrid.best.setup.shards <= 8
     assert hybrid.best.time.gathers.between_bytes == 0
     over_nodes = next(each for each in hybrid.all if each.setup.shards == 16)
     assert over_nodes.time.seconds > 1.1 * hybrid.best.time.seconds
+
+
+@pytest.mark.parametrize("front", ["class", "fully_shard"])
+def test_values_stay_on_nodes_where_links_between_them_are_slow(front):
+    """Their backward gathers nothing between nodes; that of other setups gathers all but the root's parameters."""
+    found = plan.propose(request(SLOW, strategies=("FULL_SHARD", "SHARD_GRAD_OP"), common=plan.Setup(front=front)))
+    assert found.best.setup.label == "FULL_SHARD, node"
+    ways = {each.setup.label: each for each in found.all if not each.checkpointed}
+    freed, node, whole = (ways[name] for name in ("FULL_SHARD", "FULL_SHARD, node", "SHARD_GRAD_OP"))
+    sent = node.time.traffic.between_bytes / freed.time.traffic.between_bytes
+    assert sent == pytest.approx(2 * SHAPE.numel / (3 * SHAPE.numel - found.step.units[-1].numel), rel=0.01)
+    assert node.time.seconds < 0.8 * freed.time.seconds
+    assert freed.footprint.peak.nbytes < node.footprint.peak.nbytes < whole.footprint.peak.nbytes
+    text = "\n".join(found.program)
+    compile(text, "program", "exec")
+    assert 'reshard_after_forward="node"' in text
+    assert "values stay on each node" in found.reason
+    few = plan.propose(request(SLOW, strategies=("FULL_SHARD",), kept_over=2, common=plan.Setup(front=front)))
+    assert {each.setup.kept_over for each in few.all} == {2}
+    assert "reshard_after_forward=2" in "\n".join(few.program)
+    assert few.best.footprint.peak.nbytes > node.footprint.peak.nbytes
+
+
+def test_neighbours_on_cpus_share_what_stays():
+    """There it is the same memory as with SHARD_GRAD_OP; a rank alone on its node has no use for the choice."""
+    machine = plan.Machine(8, SLOW, 100e9, 8e9, on_cpu=True)
+    found = plan.propose(replace(request(checkpointed=False), machine=machine))
+    assert found.best.setup.label == "FULL_SHARD, node"
+    alone = plan.propose(replace(request(checkpointed=False), machine=replace(machine, ranks_per_node=1)))
+    assert not any(each.setup.kept_over for each in alone.all)
 
 
 def test_one_copy_is_taken_where_it_is_as_fast():
@@ -83,7 +113,8 @@ def test_units_are_not_too_large_where_memory_is_left():
 def test_activations_are_not_checkpointed_where_that_saves_only_memory_that_is_left():
     """On a machine that computes and communicates in no time all setups take that of the optimizer."""
     free = plan.Links(plan.link_of("1e9,0"), plan.link_of("1e9,0"))
-    asked = replace(request(strategies=("FULL_SHARD",), sequence=4096), machine=plan.Machine(8, free, 1e24, 3e12))
+    asked = request(strategies=("FULL_SHARD",), sequence=4096, kept_over=0)
+    asked = replace(asked, machine=plan.Machine(8, free, 1e24, 3e12))
     found = plan.propose(asked)
     plain, checkpointed = sorted(found.all, key=lambda each: each.checkpointed)
     assert checkpointed.footprint.peak.nbytes < plain.footprint.peak.nbytes

@@ -1,6 +1,7 @@
 """Memory of a rank, next to sums by hand. tests/accelerator/test_plan.py compares it with a device."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from hpcfsdp.comm.communicator import CommOptions
 from hpcfsdp.errors import UsageError
 from hpcfsdp.params.layout import FlatLayout
-from hpcfsdp.plan.footprint import footprint
+from hpcfsdp.plan.footprint import KEPT_PART, footprint
 from hpcfsdp.plan.layouts import Precision, Setup, groups_of
 from hpcfsdp.plan.traced_step import Param, PlannedUnit, without_activations
 
@@ -41,6 +42,60 @@ def test_kept_units_are_all_gathered(strategy):
     replicas = 2 if "HYBRID" in strategy else 1
     found = footprint(model_of(8), Setup(strategy, 4, replicas))
     assert max(moment.bytes_by_kind["gathered"] for moment in found.course) == 8 * 4 * MIB
+
+
+def test_a_part_of_each_unit_stays_on_a_device():
+    """Two units at the beginning of the backward, and a quarter of each."""
+    found = footprint(model_of(8), Setup(shards=8, nodes_of_shards=2, kept_over=4))
+    assert max(moment.bytes_by_kind["gathered"] for moment in found.course) == 2 * 4 * MIB + 8 * MIB
+    assert found.course[-1].bytes_by_kind["gathered"] == 0
+
+
+def on_host(**options):
+    return Setup(node_bytes=1 << 40, optimizer="sgd", **options)
+
+
+def highest(found, kind):
+    return max(moment.bytes_by_kind[kind] for moment in found.course)
+
+
+def test_ranks_of_one_node_gather_nothing():
+    found = footprint(model_of(8), on_host(shards=4))
+    assert highest(found, "gathered") == 0
+    assert found.at_rest.bytes_by_kind["unit gradients"] == 2 * 4 * MIB  # two buffers, which stay
+    assert highest(found, "unit gradients") == 3 * 4 * MIB  # and a gradient that moves there
+
+
+def test_a_node_holds_released_values_once_up_to_a_part_of_its_memory():
+    setup = on_host(shards=8, nodes_of_shards=2)
+    roomy = footprint(model_of(8), setup)
+    assert highest(roomy, "gathered") == roomy.at_rest.bytes_by_kind["gathered"] == 8 * 4 * MIB // 4
+    assert roomy.at_rest.bytes_by_kind["unit gradients"] == 4 * 4 * MIB
+    assert highest(roomy, "scratch") == 2 * MIB // 2  # a partial result to the other node, and one from there
+    tight = footprint(model_of(8), replace(setup, node_bytes=int(3 * 4 * MIB / KEPT_PART)))
+    assert tight.at_rest.bytes_by_kind["gathered"] == 3 * 4 * MIB // 4
+    assert highest(tight, "gathered") == 5 * 4 * MIB // 4  # two are in use
+    kept = footprint(model_of(8), replace(setup, node_bytes=1, kept_over=4))
+    assert highest(kept, "gathered") == 8 * 4 * MIB // 4
+    assert kept.at_rest.bytes_by_kind["gathered"] == 0
+
+
+def test_a_rank_alone_on_its_node_has_buffers_of_its_own():
+    found = footprint(model_of(8), on_host(shards=4, nodes_of_shards=4))
+    assert found.at_rest.bytes_by_kind["unit gradients"] == 0
+    assert highest(found, "unit gradients") == 3 * 4 * MIB
+    assert highest(found, "scratch") == 3 * MIB
+    alone = footprint(model_of(8), on_host())
+    assert highest(alone, "gradients") == 8 * 4 * MIB
+
+
+def test_parameters_are_cut_where_ranks_share_memory():
+    params = tuple(Param(f"weight{n}", (MIB,), torch.float32) for n in range(6))
+    counts = [
+        len(groups_of(params, on_host(**options)))
+        for options in ({"shards": 2}, {"shards": 4, "nodes_of_shards": 2}, {"shards": 2, "nodes_of_shards": 2})
+    ]
+    assert counts == [6, 2, 1]
 
 
 def test_the_root_stays_gathered():

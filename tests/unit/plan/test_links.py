@@ -36,6 +36,20 @@ def test_measured_links_replace_the_assumed(tmp_path):
     found = links.measured_links(path, ASSUMED)
     assert found.within == links.Link(2e-6, 5e9, "measured, links.json")
     assert found.between == ASSUMED.between
+    assert links.measured_rates(path) is None
+
+
+def test_measured_rates(tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"facts": {"compute": {"flops": 1e11, "memory_bytes_per_s": 2e10}}}))
+    assert links.measured_rates(path) == (1e11, 2e10)
+    for rates, message in (
+        ({"flops": 1}, "has no flops and memory"),
+        ({"flops": 0, "memory_bytes_per_s": 1}, "cannot"),
+    ):
+        path.write_text(json.dumps({"facts": {"compute": rates}}))
+        with pytest.raises(UsageError, match=message):
+            links.measured_rates(path)
 
 
 @pytest.mark.parametrize(

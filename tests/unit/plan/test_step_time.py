@@ -112,3 +112,28 @@ def test_gathers_and_reductions_of_one_communicator_wait_for_each_other():
     one = replace(setup, comm_options=CommOptions(separate_reductions=False))
     two_s, one_s = (time_of(step_of(8, 0.5), each, Machine(2, links, 1.0, 1e30)).seconds for each in (setup, one))
     assert one_s > two_s + 1
+
+
+def test_on_cpus_nothing_overlaps():
+    """2 nodes x 2 ranks, a second for the bytes of a unit over a link, or for 16 accesses of its bytes in memory."""
+    link, nbytes = Link(0.0, 4 * NUMEL, "given"), 4 * NUMEL
+    on = Machine(2, Links(FREE, link), 1.0, 16 * nbytes, on_cpu=True)
+    setup = Setup(shards=4, nodes_of_shards=2, node_bytes=1 << 40, optimizer="none")
+    freed, kept = (time_of(step_of(8, 0.5), replace(setup, kept_over=n), on) for n in (0, 2))
+    gather = 1 / 4 + 2 / 4 / 16  # what a rank receives, and its part copied to where neighbours read it
+    reduction = 1 / 4 + (2 + 3 / 4 + 4 / 4) / 16  # into the buffer; for the rank on the other node; its own
+    assert freed.seconds == pytest.approx(8 * (1 + 2 * gather + reduction))
+    assert kept.seconds == pytest.approx(8 * (1 + gather + reduction))
+    assert (freed.gathers.between_bytes, kept.gathers.between_bytes) == (4 * nbytes, 2 * nbytes)
+    one_node = time_of(step_of(8, 0.5), replace(setup, nodes_of_shards=1), replace(on, ranks_per_node=4))
+    assert one_node.gathers.calls == 0
+    assert one_node.seconds == pytest.approx(8 * (1 + (2 + 5 / 4) / 16))
+
+
+def test_torch_steps_one_tensor_after_the_other_on_cpus():
+    on = replace(machine(), memory_bytes_per_s=1e9, on_cpu=True)
+    adamw, fused = (
+        time_of(step_of(4, 1), Setup(shards=2, node_bytes=1 << 40, optimizer=name), on).optimizer_s
+        for name in ("adamw", "adamw-fused")
+    )
+    assert (adamw, fused) == pytest.approx((4 * NUMEL / 2 * 4 * 20 / 1e9, 4 * NUMEL / 2 * 4 * 7 / 1e9))
