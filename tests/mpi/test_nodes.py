@@ -4,6 +4,7 @@ Nodes are imagined: the ranks of one machine have a topology of several.
 """
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -253,6 +254,18 @@ def test_what_crosses_between_nodes_and_what_a_node_holds(world, comm, nodes, fr
     padding = 1.02 if front == "class" else 1.12  # of rows of small matrices
     assert 2 * numels[0] <= sent["node"] / one <= 2 * padding * numels[0]
     assert 2 * numels[0] + numels[1] <= sent[True] / one <= padding * (2 * numels[0] + numels[1])
+
+
+@pytest.mark.parametrize("front", ["class", "fully_shard"])
+def test_copies_keep_the_choice(world, mesh_of, front):
+    nodes = mesh_of(Topology.uneven([world.size - 1, 1]))
+    model = flat(nodes, "node") if front == "class" else make(ours, nodes, reshard_after_forward="node")
+    copied = copy.deepcopy(model)
+    torch.testing.assert_close(losses_of(copied, world.rank), losses_of(model, world.rank), **TIGHT)
+    blocks = copied.module.blocks if front == "class" else copied.blocks
+    assert {flat.keepers for flat in (getattr(blocks[0], "_unit", None) or blocks[0]._unit_here).sharded_params} == {
+        "node"
+    }
 
 
 def test_bad_choices_are_named(world, comm, nodes):
