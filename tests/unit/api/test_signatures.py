@@ -54,7 +54,7 @@ def test_there_is_something_to_compare():
 def test_the_constructor_takes_what_torchs_takes():
     own, theirs = parameters(Ours.__init__), parameters(Theirs.__init__)
     assert own[: len(theirs)] == theirs
-    assert [name for name, _, _ in own[len(theirs) :]] == ["granularity", "comm_options"]  # of this package alone
+    assert [name for name, _, _ in own[len(theirs) :]] == ["granularity", "comm_options", "reshard_after_forward"]  # of this package alone
 
 
 @pytest.mark.parametrize("name", MEMBERS)
