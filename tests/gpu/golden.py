@@ -7,6 +7,7 @@ is other; with ``--write`` it writes them, which takes the simulated device.
 
 import contextlib
 import difflib
+import gc
 import os
 import sys
 from pathlib import Path
@@ -114,6 +115,7 @@ def trace(case, device):
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             for x in batches(device, steps=3):
                 accelerator.synchronize(device)
+                gc.collect()  # not within the step, where it would change what work allocates
                 streams.lines.clear()
                 model(x).square().mean().backward()
                 optimizer.step()
