@@ -199,8 +199,7 @@ FAULTS = (
         "units/keepers.py",
         "return given != 1 if",
         "return True if",
-        "tests/mpi/test_fully_shard.py",
-        2,
+        "tests/unit/units/test_keepers.py",
     ),
     Fault(
         "what a node was to keep is gathered again between nodes",
@@ -213,8 +212,8 @@ FAULTS = (
     Fault(
         "the parts that ranks keep are those of others",
         "params/storage.py",
-        "return functools.partial(self._take, gathered, keepers)",
-        "return functools.partial(self._take, gathered.flip(0), keepers)",
+        "self._comm, self._part = comm, segment(gathered, comm).clone()",
+        "self._comm, self._part = comm, segment(gathered, comm).flip(0)",
         "tests/mpi/test_nodes.py",
         4,
     ),

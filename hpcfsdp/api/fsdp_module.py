@@ -116,8 +116,10 @@ class FSDPModule(stock.FSDPModule):
         Collective over the ranks of the mesh if `reshard_after_forward` is a number of ranks or "node", which torch
         takes in ``fully_shard`` alone.
         """
-        for unit in self._units(recurse):
-            unit.set_reshard(check_choice(reshard_after_forward, unit.mesh.shard.size))
+        units = self._units(recurse)
+        chosen = [check_choice(reshard_after_forward, unit.mesh.shard.size) for unit in units]
+        for unit, choice in zip(units, chosen, strict=True):
+            unit.set_reshard(choice)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Have the backward free whole parameters if `reshard_after_backward`; an optimizer's step does in any case."""

@@ -329,11 +329,6 @@ class DTensorParams(ShardedParams):
         _compat.copy_to_each_(self._copied_to, self._copied_from if own is None else self._rows_in(own))
         free_storage(self._gathered)
 
-    def free(self, *, after_forward: bool = False) -> None:
-        if not after_forward:
-            self._kept.drop()
-        super().free(after_forward=after_forward)
-
     def bind(self) -> None:
         self.is_unsharded = True
         self._set_leaves(self._views)

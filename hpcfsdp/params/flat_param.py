@@ -20,7 +20,7 @@ from hpcfsdp.comm.communicator import Work
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.layout import FlatLayout, contiguous_strides
 from hpcfsdp.params.sharded_params import Dtypes, ShardedParams
-from hpcfsdp.params.storage import Buffer, NodeBuffer, SharedBuffer, Transient, Whole, nothing_for
+from hpcfsdp.params.storage import Buffer, KeptPart, NodeBuffer, SharedBuffer, Transient, Whole, nothing_for
 
 flat_params: weakref.WeakSet["FlatParam"] = weakref.WeakSet()  # all of this process
 
@@ -81,6 +81,7 @@ class FlatParam(ShardedParams):
         else:
             self._buffer = self._new_transient(compute)
         self.parameter = nn.Parameter(shard, requires_grad=trained)
+        self._kept = KeptPart()
         self._others: dict[torch.dtype, tuple[Buffer, tuple[torch.Tensor, ...]]] = {}  # and their views
         # By leaf, the modules that should hold it, with its name there.
         self.places: Sequence[Sequence[tuple[nn.Module, str]]] = ()
@@ -156,11 +157,14 @@ class FlatParam(ShardedParams):
             self._buffer.write(self._shard)
 
     def gather(self, async_op: bool = False) -> Work | None:
+        if isinstance(self._buffer, Transient) and self._kept.is_there:
+            self._buffer.alloc()
+            return self._kept.gather(self.full, async_op=async_op)
         return self._buffer.gather(self._shard, async_op=async_op)
 
     @property
     def finish_gather(self) -> Callable[[], None] | None:
-        return self._buffer.taking_part(self.keepers)
+        return self._kept.taking(self.full, self.keepers) if isinstance(self._buffer, Transient) else None
 
     def bind(self) -> None:
         self.is_unsharded = True

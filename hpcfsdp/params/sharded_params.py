@@ -14,7 +14,7 @@ from hpcfsdp.comm.communicator import Work
 from hpcfsdp.comm.reduce import accumulate_dtype
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.layout import Layout
-from hpcfsdp.params.storage import Buffer, Keepers, NodeBuffer, SharedBuffer
+from hpcfsdp.params.storage import Buffer, Keepers, KeptPart, NodeBuffer, SharedBuffer
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class ShardedParams(abc.ABC):
     shows_held = True  # whether `grad` shows the gradients that `no_sync` holds
     keepers: Keepers | None = None  # who keeps the unsharded parameters from a forward to its backward, once freed
     _buffer: Buffer
+    _kept: KeptPart
 
     def __init__(
         self,
@@ -170,6 +171,8 @@ class ShardedParams(abc.ABC):
 
     def free(self, *, after_forward: bool = False) -> None:
         """Free the memory of the unsharded parameters, unless it stays. `after_forward`, ``keepers`` keep them."""
+        if not after_forward:
+            self._kept.drop()
         self._buffer.free(self.keepers if after_forward else None)
 
     def owns_memory_of(self, tensor: torch.Tensor) -> bool:

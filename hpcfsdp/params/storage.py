@@ -96,10 +96,6 @@ class Buffer:
     def free(self, keepers: Keepers | None = None) -> None:
         """Free the memory, unless it stays. `keepers` may keep the values, the same on all ranks."""
 
-    def taking_part(self, keepers: Keepers | None) -> Callable[[], None] | None:
-        """Return what has this rank keep its part for `keepers` when the values have been gathered, if it does then."""
-        del keepers
-
 
 class Whole(Buffer):
     """One rank holds everything: the shard is the full parameter."""
@@ -114,7 +110,7 @@ class Transient(Buffer):
     stays = False
 
     def __init__(self, comm: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._comm, self._kept = comm, KeptPart()
+        self._comm = comm
         self.full = torch.empty(numel, dtype=dtype, device=device)  # until `free`: the caller makes views of it first
         self._segment = segment(self.full, comm)
 
@@ -128,8 +124,6 @@ class Transient(Buffer):
     def gather(self, *mine: torch.Tensor, async_op: bool) -> Work | None:
         (shard,) = mine
         self.alloc()
-        if self._kept.is_there:
-            return self._kept.gather(self.full, async_op=async_op)
         if self._comm.size == 1:
             self.full.copy_(shard, non_blocking=True)
             return None
@@ -141,17 +135,13 @@ class Transient(Buffer):
         return self._comm.all_gather_into_tensor(self.full, ready, async_op=async_op)
 
     def free(self, keepers: Keepers | None = None) -> None:
-        if keepers is None:
-            self._kept.drop()
+        del keepers
         if free_storage(self.full) and timeline.recorder is not None:
             timeline.recorder.count_gathered(-self.full.numel() * self.full.element_size())
 
-    def taking_part(self, keepers: Keepers | None) -> Callable[[], None] | None:
-        return self._kept.taking(self.full, keepers)
-
 
 class KeptPart:
-    """This rank's part of gathered values, which some ranks keep together."""
+    """This rank's part of values in a ``Transient``, or on their way there, which some ranks keep together."""
 
     def __init__(self) -> None:
         self._comm: Communicator | None = None

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import CommOptions
+from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import ShardingError
 from hpcfsdp.params.sharded_params import ShardedParams
 from hpcfsdp.params.storage import Keepers
@@ -50,10 +51,12 @@ def keepers_for(params: ShardedParams, choice: ReshardChoice, options: CommOptio
             f"reshard_after_forward='node' needs nodes of equal numbers of ranks, not {topology}: pass a number of "
             "ranks, or True"
         )
-    if topology.ranks_per_node in (1, comm.size):  # all ranks keep values, or only their own shards
+    if topology.num_nodes == 1:  # shards stay on the node
         return None
     return _within(comm, topology.node_of(comm.rank), options)
 
 
 def _within(comm: Communicator, ranks: Sequence[int], options: CommOptions) -> Communicator:
+    if len(ranks) == 1:
+        return FakeCommunicator(device=comm.device)
     return GroupCache.current().within(comm, ranks, options) if dist.is_initialized() else comm.subgroup(ranks)

@@ -66,10 +66,8 @@ def on_the_device(model):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("reshard", [None, False, True, 2, "node"])
+@pytest.mark.parametrize("reshard", [None, False, True])
 def test_training(world, streams, reshard, policy):
-    if reshard == 2 and world.size == 1:
-        return
     mesh = mesh_of((world.size,), ("shard",))
     model = make(ours, mesh, prepare=on_the_device, reshard_after_forward=reshard)
     assert all(param.device == SIM for param in model.parameters())
@@ -85,6 +83,20 @@ def test_accumulation(world, streams, grouped, sync, policy):
     leave_for_later(streams, policy)
     expected = on_the_cpu(world.rank, micro=2, sync=sync)
     torch.testing.assert_close(train(model, world.rank, micro=2, sync=sync), expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("policy", SOME_POLICIES)
+@pytest.mark.parametrize("options", [{}, {"offload_policy": ours.CPUOffloadPolicy()}], ids=["device", "offloaded"])
+def test_two_ranks_keep_parts_of_values(world, streams, options, policy):
+    mesh = mesh_of((world.size,), ("shard",))
+    prepare = None if options else on_the_device
+    model = make(ours, mesh, prepare=prepare, reshard_after_forward=2, **options)
+    leave_for_later(streams, policy)
+    found, expected = train(model, world.rank, part=local), on_the_cpu(world.rank, part=local)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    (two,) = {flat.keepers for block in model.blocks for flat in block._unit_here.sharded_params}
+    assert two.size == 2
 
 
 @pytest.mark.parametrize("policy", SOME_POLICIES)

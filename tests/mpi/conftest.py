@@ -52,6 +52,12 @@ def make_comm(world):
         communicator.abandon()
 
 
+@pytest.fixture
+def make(world, make_comm):
+    """As ``make_comm``, with all ranks on one node by default."""
+    return lambda topology=None, **options: make_comm(topology or Topology.regular(1, world.size), **options)
+
+
 @pytest.fixture(scope="session")
 def gloo(world):
     """A communicator over all ranks as gloo connects them."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import hpcfsdp.fsdp2 as ours
@@ -254,6 +255,45 @@ def test_what_crosses_between_nodes_and_what_a_node_holds(world, comm, nodes, fr
     padding = 1.02 if front == "class" else 1.12  # of rows of small matrices
     assert 2 * numels[0] <= sent["node"] / one <= 2 * padding * numels[0]
     assert 2 * numels[0] + numels[1] <= sent[True] / one <= padding * (2 * numels[0] + numels[1])
+
+
+def test_tensor_parallel_layers_stay_on_their_node(world):
+    """Two nodes: tensor-parallel ranks share one, and the same blocks are sharded over both."""
+    if world.size != 4:
+        pytest.skip("two nodes of two ranks")
+
+    def line(ranks, topology):
+        groups = [dist.new_group(list(each), backend="hpcmpi") for each in ranks]
+        mine = next(index for index, each in enumerate(ranks) if world.rank in each)
+        groups[mine].communicator = MpiCommunicator(world.comm.Split(mine, world.rank), topology)
+        return groups[mine]
+
+    lines = line([(0, 2), (1, 3)], Topology.regular(2, 1)), line([(0, 1), (2, 3)], Topology.regular(1, 2))
+    names = ("shard", "tensor")
+    mesh = DeviceMesh.from_group(list(lines), "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=names)
+
+    def run(mesh, choice):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        ours.fully_shard(model[0], mesh=mesh["shard"], reshard_after_forward=choice)
+        model = ours.fully_shard(model, mesh=mesh["shard"])
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(3):
+            before = traffic.count.sent_to_nodes
+            x = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step + world.rank // 2))
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return torch.stack(found), traffic.count.sent_to_nodes - before
+
+    expected, _ = run(world.mesh(shard=2, tensor=2), True)
+    (freed, sent), (kept, fewer) = run(mesh, True), run(mesh, "node")
+    torch.testing.assert_close(freed, expected, **TIGHT)
+    torch.testing.assert_close(kept, expected, **TIGHT)
+    assert fewer < sent
 
 
 @pytest.mark.parametrize("front", ["class", "fully_shard"])

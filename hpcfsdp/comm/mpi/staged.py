@@ -8,6 +8,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Generator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,14 +37,8 @@ class StagingMemory:
         self.condition: Condition | None = None  # of the first of them
 
 
-def in_turn(
-    call: MpiCall,
-    staging: StagingMemory,
-    through_memory: Callable[..., Steps],
-    by_messages: Callable[..., Steps],
-    *arguments: object,
-) -> Steps:
-    """Take the steps of a collective of this module; by messages where a rank could not map the memory."""
+def in_turn(call: MpiCall, staging: StagingMemory, *way: Any) -> Steps:
+    """Take the steps of a collective, `way` as ``_with_memory`` has it, when those begun before it have ended."""
     sequence = call.sequence
     staging.calls.append(sequence)
     try:
@@ -51,7 +46,7 @@ def in_turn(
             lambda: staging.calls[0] == sequence,
             lambda: staging.condition.missing() if staging.condition is not None else [],
         )
-        for condition in _with_memory(call, staging, through_memory, by_messages, *arguments):
+        for condition in _with_memory(call, staging, *way):
             staging.condition = condition
             yield condition
     finally:
@@ -67,6 +62,7 @@ def _with_memory(
     by_messages: Callable[..., Steps],
     *arguments: object,
 ) -> Steps:
+    """Take the steps of a collective of this module; by messages where a rank could not map the memory."""
     yield from exchange.barrier(call)  # compares the calls
     if not staging.is_asked_for:
         staging.is_asked_for = True
