@@ -75,8 +75,8 @@ class FSDPModule(stock.FSDPModule):
                 args, kwargs = to_kwargs(args, kwargs, root.device)
             if unit.training_state is TrainingState.IDLE:
                 unit.enter(cast(nn.Module, self))
-            if unit.output_dtype is not None:
-                function = functools.partial(_call_and_cast, function, unit.output_dtype)
+            if unit.mp_policy.output_dtype is not None:
+                function = functools.partial(_call_and_cast, function, unit.mp_policy.output_dtype)
             return root.forward(unit, function, args, kwargs, compiler)
 
     # Values

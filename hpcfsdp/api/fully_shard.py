@@ -163,7 +163,7 @@ def shard_modules(
     for each in modules:
         own.move_buffers(each, mesh.dtensor_ranks.device, ignored=ignored)
     with raise_together_over(mesh.subgroups()):
-        found = own.own_params(modules, options, mesh=mesh, others=others)
+        found = own.own_params(modules, options, mesh=mesh, others=others, takes_hooks=True)
         entries = sorted(found.entries, key=lambda entry: entry.index)
         dims = [_dim(entry, chosen.get(entry.given)) for entry in entries]
     rows = [
@@ -173,7 +173,7 @@ def shard_modules(
     unit = DTensorUnit(" + ".join(type(each).__name__ for each in modules), modules, rows, mesh, options)
     unit.uninitialised = [state for each in modules for state in materialize.tensors_on_meta(each)]
     unit.label_params()
-    unit.output_dtype = mp_policy.output_dtype
+    unit.mp_policy = mp_policy
     for each in modules:
         each.__dict__[own.UNIT] = unit
         each.__class__ = extended_class(type(each))  # type: ignore[arg-type]  # mypy looks at __hash__ of instances

@@ -45,7 +45,7 @@ class DTensorParam:
     sharded: nn.Parameter  # the DTensor; the user may assign another one to the modules
     leaf: nn.Parameter  # what modules compute with: the parameter that they held before, which the program may have
     places: Sequence[tuple[nn.Module, str]]  # the modules that hold it, with its name there
-    is_shown_elsewhere: bool = False  # whether something else registers the leaf, as for tensor-parallel ones
+    is_shown_elsewhere: bool = False  # whether modules compute with another tensor in place of the leaf
 
     @property
     def local(self) -> torch.Tensor:
@@ -236,7 +236,7 @@ class DTensorParams(ShardedParams):
                 leaf.requires_grad_(param.sharded.requires_grad)
 
     def fits(self) -> bool:
-        """Copy rows that lie elsewhere, at rest. Return False if they have another dtype, device or shape.
+        """Take rows that lie elsewhere, at rest. Return False if they have another dtype, device or shape.
 
         Refuse an assignment to ``.data`` of a parameter, which has no effect on a ``DTensor``.
         """
@@ -251,14 +251,21 @@ class DTensorParams(ShardedParams):
             self._identities[index] = identity
             if local is memory:
                 raise self._data_error(index)
-            if local.data_ptr() == memory.data_ptr() and local.shape == memory.shape:
-                continue
-            if (local.dtype, local.device, local.shape) != (memory.dtype, memory.device, memory.shape):
+            if not self._adopt(index, local):
                 return False
-            with torch.no_grad():
-                memory.copy_(local)
-            _compat.set_local(param.sharded, memory)
-            self._has_copied = True
+        return True
+
+    def _adopt(self, index: int, local: torch.Tensor) -> bool:
+        """Take rows that lie elsewhere. Return False if they have another dtype, device or shape."""
+        memory = self._locals[index]
+        if local.data_ptr() == memory.data_ptr() and local.shape == memory.shape:
+            return True
+        if (local.dtype, local.device, local.shape) != (memory.dtype, memory.device, memory.shape):
+            return False
+        with torch.no_grad():
+            memory.copy_(local)
+        _compat.set_local(self.params[index].sharded, memory)
+        self._has_copied = True
         return True
 
     def _refuse_data(self, expected: Sequence[torch.Tensor], pointers: Iterable[int]) -> None:

@@ -18,7 +18,7 @@ from hpcfsdp.units.own import UNIT, Ignored, OwnParams, label
 # What a program chooses for a unit after its construction. Choices of units to prefetch are not copied.
 _CHOICES_FLAT = "reshard_choice keepers_choice state_dict_settings differing computes_in_full".split()
 _CHOICES_DTENSOR = "reshard_choice keepers_choice reshard_after_backward unshards_in_backward".split()
-_CHOICES_DTENSOR += ["keeps_back", "output_dtype", "gather"]
+_CHOICES_DTENSOR += ["keeps_back", "mp_policy", "gather"]
 
 
 def _copy_places(places: Sequence[tuple[nn.Module, str]], memo: dict[int, Any]) -> list[tuple[nn.Module, str]]:

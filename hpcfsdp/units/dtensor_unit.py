@@ -12,18 +12,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from hpcfsdp import _compat
-from hpcfsdp.comm import raise_together_over
+from hpcfsdp.comm import Communicator, raise_together_over
 from hpcfsdp.engine.nested import tensors_in
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.dtensor_layout import DTensorLayout
 from hpcfsdp.params.dtensor_params import DTensorParam, DTensorParams, Gather
+from hpcfsdp.params.extension_params import ExtensionParams, HookArguments, has_gather_hooks
 from hpcfsdp.params.layout import TensorBlock, contiguous_strides
 from hpcfsdp.params.sharded_params import Dtypes
 from hpcfsdp.params.storage import nothing_of
 from hpcfsdp.reshard.dtensor_ops import complete_operations_on
+from hpcfsdp.reshard.sharded_tensors import Placed, as_dtensor
 from hpcfsdp.units.build import chunk_numel, comms_for, dtypes_for, shares_memory
 from hpcfsdp.units.flat_unit import ModelUnit, TensorView
 from hpcfsdp.units.guard import UnitHooks
@@ -44,11 +47,51 @@ class OwnDTensor:
     block: TensorBlock | None
     mesh: UnitMesh  # its ranks, those of the unit or others
     param: DTensorParam
+    has_hooks: bool = False  # whether its rows say how they are gathered
 
     @property
     def numel(self) -> int:
         """The number of elements, of the largest block: the same on all ranks."""
         return math.prod(self.shape) if self.block is None else self.block.largest_numel
+
+    @property
+    def placed(self) -> Placed | None:
+        """Where the tensor-parallel parameter is of which this is a block; None if it is none."""
+        block = self.block
+        if block is None:
+            return None
+        return Placed(self.mesh.tensor_mesh, block.placements, torch.Size(block.shape), block.stride)
+
+    def as_whole_out(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a value of the block as torch's gather hooks get it to write it again: the object in a ``DTensor``."""
+        if self.placed is None:
+            return value
+        made = _compat.dtensor(value, *self.placed)
+        _compat.set_local(made, value)
+        return made
+
+
+@dataclass
+class ExtensionView:
+    """What the hooks of a parameter have gathered, which modules hold instead of its leaf while they compute."""
+
+    params: ExtensionParams
+    index: int
+    places: Sequence[tuple[nn.Module, str]]
+    placed: Placed | None  # of the tensor-parallel parameter of which this is a block
+
+    def show(self) -> None:
+        """Not collective. Have modules hold a new tensor in each call, since it is part of the graph."""
+        view = self.params.in_graph(self.index)
+        if self.placed is not None:
+            view = as_dtensor(view, self.placed)
+        for module, name in self.places:
+            module.__dict__[name] = view  # found before registered parameters
+
+    def hide(self) -> None:
+        """Have modules hold the rows."""
+        for module, name in self.places:
+            module.__dict__.pop(name, None)
 
 
 class DTensorUnit(ModelUnit):
@@ -57,7 +100,7 @@ class DTensorUnit(ModelUnit):
     They may be moved, cast and replaced: ``prepare`` makes new memory then, and moves the rows there.
     """
 
-    output_dtype: torch.dtype | None = None  # floating-point outputs are cast to it; None to leave them
+    mp_policy = MixedPrecisionPolicy()
     gather: Gather | None = None  # the user's function to gather shards; None for that of the communicator
 
     def __init__(
@@ -142,6 +185,8 @@ class DTensorUnit(ModelUnit):
 
     def get_ready(self) -> None:
         """``prepare`` it. Refuse parameters without values, the first time after the meta device."""
+        # The program may have given hooks to rows since they were made.
+        self.is_stale |= any(has_gather_hooks(each.param.local) is not each.has_hooks for each in self.own)
         self.prepare()
         if self.uninitialised:
             with raise_together_over(self.mesh.subgroups()):
@@ -167,25 +212,26 @@ class DTensorUnit(ModelUnit):
                     shared, _ = check_same_model(comm, [layout], [True], rank_names(comm), options=chosen)
                 self.labels.append((comm, shared))
             gathers, reductions, replicas = comms_for(mesh, [dtypes], chosen)
-            sharded_params.append(
-                DTensorParams(
-                    [each.param for each in group],
-                    layout,
-                    gathers,
-                    reduce_comm=reductions,
-                    replicas=replicas,
-                    dtypes=dtypes,
-                    device=self.device,
-                    pin_memory=self.options.pin_memory,
-                    gather=self.gather,
-                )
-            )
+            kwargs: dict[str, Any] = {"reduce_comm": reductions, "replicas": replicas, "dtypes": dtypes}
+            kwargs |= {"device": self.device, "pin_memory": self.options.pin_memory, "gather": self.gather}
+            made = [each.param for each in group]
+            if group[0].has_hooks:
+                as_out = [each.as_whole_out for each in group]
+                arguments = HookArguments(mesh.shard_mesh(), self.mp_policy, as_out)
+                sharded_params.append(ExtensionParams(made, layout, gathers, arguments=arguments, **kwargs))
+            else:
+                sharded_params.append(DTensorParams(made, layout, gathers, **kwargs))
         self.hold(sharded_params)
-        self.views = tuple(
+        views: list[TensorView | ExtensionView] = [
             TensorView(each.param.leaf, each.block, each.mesh.tensor_mesh, list(each.param.places), is_registered=True)
             for each in self.own
-            if each.block is not None
-        )
+            if each.block is not None and not each.has_hooks
+        ]
+        placed = {id(each.param): each.placed for each in self.own}
+        for flat in sharded_params:
+            if isinstance(flat, ExtensionParams):
+                views += [ExtensionView(flat, i, each.places, placed[id(each)]) for i, each in enumerate(flat.params)]
+        self.views = tuple(views)
         self.is_stale = False
 
     def _refuse_meta(self) -> None:
@@ -204,7 +250,9 @@ class DTensorUnit(ModelUnit):
         found: dict[tuple[object, ...], list[OwnDTensor]] = {}
         for each in self.own:
             local, apart = each.param.local, each.dim > 0 and shares_memory(each.mesh)
-            key = id(each.mesh), local.dtype, local.device, each.param.sharded.requires_grad, apart
+            each.has_hooks = has_gather_hooks(local)
+            each.param.is_shown_elsewhere = each.has_hooks or each.block is not None
+            key = id(each.mesh), local.dtype, local.device, each.param.sharded.requires_grad, apart, each.has_hooks
             found.setdefault(key, []).append(each)
         for group in found.values():
             mesh, dtype = group[0].mesh, group[0].param.local.dtype
@@ -294,23 +342,19 @@ def shard_param(entry: OwnParam, mesh: UnitMesh, dim: int, options: UnitOptions)
     device = options.device
     home = torch.device("cpu") if options.cpu_offload.offload_params else device
     whole, shape = entry.param, tuple(entry.param.shape)
-    rows = -(-shape[dim] // mesh.shard.size)
-    begin = min(mesh.shard.rank * rows, shape[dim])
-    part = whole.detach().narrow(dim, begin, min(rows, shape[dim] - begin))
-    # Not copied where it is at home: the unit moves it to memory of its own.
-    local = _compat.at_its_storage(part if part.is_meta else part.to(home))
-    if local.storage_offset():
-        local = local.clone(memory_format=torch.contiguous_format)
+    is_plain = type(whole.data) is torch.Tensor
+    local = (_plain_rows if is_plain else _subclass_rows)(whole.detach(), dim, mesh.shard, home)
     device_mesh, placements = mesh.placed_rows(entry.block, dim)
     of_whole = shape if entry.block is None else entry.block.shape
     complete_operations_on(device_mesh)
     made = _compat.dtensor(local, device_mesh, placements, of_whole, contiguous_strides(of_whole))
     before = whole if entry.whole is None else entry.whole
     sharded = nn.Parameter(made, requires_grad=whole.requires_grad)
-    sharded.__dict__.update(before.__dict__)
+    made_by_class = () if is_plain else whole.detach().__dict__
+    sharded.__dict__.update((name, value) for name, value in before.__dict__.items() if name not in made_by_class)
     _compat.move_hooks(before, sharded)
     leaf = whole
-    if whole.is_meta or before is not whole:
+    if whole.is_meta or before is not whole or not is_plain:
         retire(before, entry.fqn, of_whole)  # another module may hold it
         leaf = nn.Parameter(nothing_of((), whole.dtype, device), requires_grad=whole.requires_grad)
     _compat.replace_data(leaf, nothing_of(shape, whole.dtype, device))  # its memory is free
@@ -318,6 +362,32 @@ def shard_param(entry: OwnParam, mesh: UnitMesh, dim: int, options: UnitOptions)
     param = DTensorParam(sharded, leaf, entry.places, is_shown_elsewhere=entry.block is not None)
     param.register(sharded)
     return OwnDTensor(entry.fqn, entry.aliases, shape, dim, entry.block, mesh, param)
+
+
+def _plain_rows(whole: torch.Tensor, dim: int, ranks: Communicator, home: torch.device) -> torch.Tensor:
+    """Return this rank's rows. Not copied where they are at home: the unit moves them to memory of its own."""
+    shape = whole.shape
+    rows = -(-shape[dim] // ranks.size)
+    begin = min(ranks.rank * rows, shape[dim])
+    part = whole.narrow(dim, begin, min(rows, shape[dim] - begin))
+    local = _compat.at_its_storage(part if part.is_meta else part.to(home))
+    return local.clone(memory_format=torch.contiguous_format) if local.storage_offset() else local
+
+
+def _subclass_rows(whole: torch.Tensor, dim: int, ranks: Communicator, home: torch.device) -> torch.Tensor:
+    """Return a copy of this rank's rows, with zeros behind them in memory where the first rank has more.
+
+    By those operations that classes with gather hooks have for torch's ``fully_shard``.
+    """
+    chunks = torch.chunk(whole, ranks.size, dim)
+    padded = whole.new_zeros(chunks[0].shape)
+    length = 0
+    if ranks.rank < len(chunks):
+        length = chunks[ranks.rank].shape[dim]
+        padded.narrow(dim, 0, length).copy_(chunks[ranks.rank])
+    if home != whole.device and not whole.is_meta:
+        padded = padded.to(home)
+    return padded.narrow(dim, 0, length)
 
 
 def dtensor_unit_of(module: nn.Module) -> DTensorUnit | None:

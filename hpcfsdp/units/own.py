@@ -17,6 +17,7 @@ from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.communicator import CommOptions
 from hpcfsdp.engine.unit import Unit
 from hpcfsdp.errors import EngineError, ShardingError
+from hpcfsdp.params.extension_params import has_gather_hooks
 from hpcfsdp.params.granularity import Granularity, GranularityOf
 from hpcfsdp.params.layout import TensorBlock
 from hpcfsdp.reshard.sharded_tensors import blocks_of, is_sharded, local_block
@@ -239,6 +240,7 @@ def own_params(
     *,
     mesh: UnitMesh | None = None,
     others: Mapping[nn.Parameter, UnitMesh] = MappingProxyType({}),
+    takes_hooks: bool = False,
 ) -> OwnParams:
     """Not collective. Return parameters and buffers below modules, without those of units inside.
 
@@ -247,6 +249,7 @@ def own_params(
         options: those of the unit. Parameters of modules that stay in full precision are not grouped with others.
         mesh: the ranks of the unit; needed for the blocks of DTensors.
         others: those of parameters that are sharded over other ranks.
+        takes_hooks: whether parameters may say themselves how they are gathered.
     """
     ignored, full_precision = options.ignored, options.full_precision
     found: dict[nn.Parameter, OwnParam] = {}
@@ -269,7 +272,8 @@ def own_params(
                 )
             is_apart[param] = is_apart.get(param, False) or isinstance(module, full_precision)
             if param not in found:
-                _refuse_subclass(param, f"the parameter {prefix + name!r}", module)
+                if not (takes_hooks and has_gather_hooks(_compat.local_of(param))):
+                    _refuse_subclass(param, f"the parameter {prefix + name!r}", module)
                 found[param] = _own_param(param, prefix + name, len(found), others.get(param, mesh))
                 found[param].counted_fqn = counted + name
             entry = found[param]
@@ -359,15 +363,16 @@ def _refuse_subclass(tensor: torch.Tensor, what: str, module: nn.Module) -> None
         raise ValueError(
             f"{what} of a lazy {type(module).__name__} has no shape yet: run a forward of the module before wrapping it"
         )
-    kind, plain = type(tensor), nn.Parameter
+    kind, plain = type(_compat.local_of(tensor)), nn.Parameter
     only_named = issubclass(kind, plain) and all(
         getattr(kind, name) is getattr(plain, name) for name in ("__torch_function__", "__torch_dispatch__")
     )
     if kind not in (torch.Tensor, plain, DTensor) and not only_named:
         raise NotImplementedError(
             f"{what} is a {kind.__module__}.{kind.__qualname__}, a subclass of torch.Tensor: in shards its values "
-            "would be those of a plain tensor. Convert it before sharding (dequantize, for instance), or leave it out: "
-            "ignored_states of FullyShardedDataParallel, ignored_params of fully_shard"
+            "would be those of a plain tensor. Convert it before sharding (dequantize, for instance), leave it out "
+            "(ignored_states of FullyShardedDataParallel, ignored_params of fully_shard), or give it the methods "
+            "fsdp_pre_all_gather and fsdp_post_all_gather, which fully_shard calls"
         )
 
 

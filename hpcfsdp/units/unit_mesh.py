@@ -426,6 +426,11 @@ class UnitMesh:
         """Return the user's mesh, or one of these ranks. Collective over `dtensor_ranks`, the first time."""
         return self.device_mesh or GroupCache.current().mesh(self.dtensor_ranks)
 
+    def shard_mesh(self) -> DeviceMesh:
+        """Return a mesh of the ranks along ``dtensor_dim`` alone. Collective likewise."""
+        mesh = self.torch_mesh()
+        return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+
     def with_tensor(self, tensor_mesh: DeviceMesh | None) -> UnitMesh:
         """Return the same mesh with them as "tensor". Collective over the ranks of `tensor_mesh`, the first time."""
         along = {name: comm for name, comm in self.along.items() if name != "tensor"}

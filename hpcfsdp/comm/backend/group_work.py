@@ -39,6 +39,7 @@ class GroupWork(_compat.Work):
         does. Not for messages between two ranks: a receive may wait for a later send of this rank.
         """
         super().__init__()
+        inputs, outputs = list(map(_with_memory, inputs)), list(map(_with_memory, outputs))
         self.timeout_s: float | None = None  # None: that of the group
         self.chunks = 1  # into which the result is split
         self._parts: list[Running] = []
@@ -129,6 +130,17 @@ _unfinished: list[GroupWork] = []  # collectives whose results no caller has wai
 def _forget(work: GroupWork) -> None:
     with contextlib.suppress(ValueError):  # another thread was first
         _unfinished.remove(work)
+
+
+def _with_memory(tensor: Tensor) -> Tensor:
+    """Return the tensor within a subclass that wraps one and has no memory; any other itself."""
+    found = [tensor] if is_sparse(tensor) else list(_compat.inner_tensors(tensor))
+    if len(found) != 1:
+        raise CommunicationError(
+            f"hpcmpi was given a {type(tensor).__module__}.{type(tensor).__qualname__}, which holds {len(found)} "
+            "tensors: send these one by one"
+        )
+    return found[0]
 
 
 def _to_host(tensor: Tensor, *, copy: bool) -> Tensor:
