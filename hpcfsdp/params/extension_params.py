@@ -8,7 +8,7 @@ The leaves, to which autograd adds gradients, stay plain tensors without memory;
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,47 @@ def has_gather_hooks(tensor: torch.Tensor) -> bool:
             "makes what the other gathers"
         )
     return all(found)
+
+
+@dataclass(frozen=True)
+class InnerTensor:
+    """A plain tensor within a parameter of a subclass, by its `path` of attributes, and how ranks share it."""
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]  # of the whole parameter's
+    is_alike: bool  # whether each element belongs to one of the parameter
+    is_cut: bool  # whether each rank has its part, in the order of the rows; else all have the same
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return it in a tensor of the subclass, or in rows of one."""
+        return functools.reduce(getattr, self.path, tensor)
+
+
+def inner_tensors(whole: torch.Tensor, rows: torch.Tensor) -> list[InnerTensor]:
+    """Return the tensors within a parameter of a subclass, of which a rank has `rows`. Empty if it does not show them.
+
+    Those that are neither alike, nor grow with the rows, nor stay the same are left out.
+    """
+    found, parts = [], dict(_within(rows))
+    for path, tensor in _within(whole):
+        part = parts.get(path)
+        if part is None:
+            continue
+        alike = tensor.shape == whole.shape and part.shape == rows.shape
+        grows = tensor.dim() > 0 and tensor.shape[1:] == part.shape[1:]
+        grows = grows and tensor.shape[0] * rows.shape[0] == part.shape[0] * whole.shape[0]
+        if alike or grows or tensor.shape == part.shape:
+            found.append(InnerTensor(path, tuple(tensor.shape), alike, alike or tensor.shape != part.shape))
+    return found
+
+
+def _within(tensor: torch.Tensor, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield path, tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        if isinstance(inner := getattr(tensor, name), torch.Tensor):
+            yield from _within(inner, (*path, name))
 
 
 @dataclass(frozen=True)

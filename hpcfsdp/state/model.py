@@ -26,6 +26,7 @@ from hpcfsdp.params.flat_param import FlatParam
 from hpcfsdp.params.layout import FlatLayout
 from hpcfsdp.reshard.placements import rows_on_mesh
 from hpcfsdp.reshard.sharded_tensors import is_sharded
+from hpcfsdp.state.subclasses import inner_state
 from hpcfsdp.state.tensors import NO_RUNS, LocalPiece, LocalShards, Runs, StateTensor, unsharded
 from hpcfsdp.state.wrappers import CleanNames
 from hpcfsdp.units.build import join_tp_group
@@ -262,7 +263,12 @@ def model_tensors(model: nn.Module) -> list[StateTensor]:
         fqns = [slot.fqn for slot in layout.slots]
         found += parts.in_file(mesh, fqns, with_aliases=True, are_read_by_others=flat.shares_gathered)
     ranks, plain = DTensorRanks(model), plain_tensors(model)
-    found += [ranks.state_tensor(name, tensor, tuple(aliases)) for tensor, (name, *aliases) in plain.items()]
+    holders = {each.param.sharded: each for unit in dtensor_units_in(model) for each in unit.own if each.inner}
+    for tensor, (name, *aliases) in plain.items():
+        if tensor in holders:
+            found += inner_state(holders[tensor], name, tuple(aliases), ranks.state_tensor)
+        else:
+            found.append(ranks.state_tensor(name, tensor, tuple(aliases)))
     names: set[str] = set()
     for tensor in found:
         for name in (tensor.name, *tensor.aliases):

@@ -21,7 +21,13 @@ from hpcfsdp.engine.nested import tensors_in
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.dtensor_layout import DTensorLayout
 from hpcfsdp.params.dtensor_params import DTensorParam, DTensorParams, Gather
-from hpcfsdp.params.extension_params import ExtensionParams, HookArguments, has_gather_hooks
+from hpcfsdp.params.extension_params import (
+    ExtensionParams,
+    HookArguments,
+    InnerTensor,
+    has_gather_hooks,
+    inner_tensors,
+)
 from hpcfsdp.params.layout import TensorBlock, contiguous_strides
 from hpcfsdp.params.sharded_params import Dtypes
 from hpcfsdp.params.storage import nothing_of
@@ -48,6 +54,7 @@ class OwnDTensor:
     mesh: UnitMesh  # its ranks, those of the unit or others
     param: DTensorParam
     has_hooks: bool = False  # whether its rows say how they are gathered
+    inner: Sequence[InnerTensor] = ()  # of a subclass: what it holds
 
     @property
     def numel(self) -> int:
@@ -343,7 +350,12 @@ def shard_param(entry: OwnParam, mesh: UnitMesh, dim: int, options: UnitOptions)
     home = torch.device("cpu") if options.cpu_offload.offload_params else device
     whole, shape = entry.param, tuple(entry.param.shape)
     is_plain = type(whole.data) is torch.Tensor
-    local = (_plain_rows if is_plain else _subclass_rows)(whole.detach(), dim, mesh.shard, home)
+    inner: Sequence[InnerTensor] = ()
+    if is_plain:
+        local = _plain_rows(whole.detach(), dim, mesh.shard, home)
+    else:
+        padded, length = _subclass_rows(whole.detach(), dim, mesh.shard, home)
+        local, inner = padded.narrow(dim, 0, length), inner_tensors(whole.detach(), padded)
     device_mesh, placements = mesh.placed_rows(entry.block, dim)
     of_whole = shape if entry.block is None else entry.block.shape
     complete_operations_on(device_mesh)
@@ -361,7 +373,7 @@ def shard_param(entry: OwnParam, mesh: UnitMesh, dim: int, options: UnitOptions)
     label(leaf, entry.fqn, of_whole, hidden=True)  # an optimizer may hold it
     param = DTensorParam(sharded, leaf, entry.places, is_shown_elsewhere=entry.block is not None)
     param.register(sharded)
-    return OwnDTensor(entry.fqn, entry.aliases, shape, dim, entry.block, mesh, param)
+    return OwnDTensor(entry.fqn, entry.aliases, shape, dim, entry.block, mesh, param, inner=inner)
 
 
 def _plain_rows(whole: torch.Tensor, dim: int, ranks: Communicator, home: torch.device) -> torch.Tensor:
@@ -374,8 +386,8 @@ def _plain_rows(whole: torch.Tensor, dim: int, ranks: Communicator, home: torch.
     return local.clone(memory_format=torch.contiguous_format) if local.storage_offset() else local
 
 
-def _subclass_rows(whole: torch.Tensor, dim: int, ranks: Communicator, home: torch.device) -> torch.Tensor:
-    """Return a copy of this rank's rows, with zeros behind them in memory where the first rank has more.
+def _subclass_rows(whole: torch.Tensor, dim: int, ranks: Communicator, home: torch.device) -> tuple[torch.Tensor, int]:
+    """Return a copy of this rank's rows, with zeros behind them where the first rank has more, and their number.
 
     By those operations that classes with gather hooks have for torch's ``fully_shard``.
     """
@@ -387,7 +399,7 @@ def _subclass_rows(whole: torch.Tensor, dim: int, ranks: Communicator, home: tor
         padded.narrow(dim, 0, length).copy_(chunks[ranks.rank])
     if home != whole.device and not whole.is_meta:
         padded = padded.to(home)
-    return padded.narrow(dim, 0, length)
+    return padded, length
 
 
 def dtensor_unit_of(module: nn.Module) -> DTensorUnit | None:

@@ -4,16 +4,17 @@ import contextlib
 import functools
 import types
 
+import h5py
 import pytest
 import torch
 import torch.distributed.fsdp as stock
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 
 import hpcfsdp.fsdp2 as ours
-from hpcfsdp import _compat
+from hpcfsdp import _compat, checkpoint
 from hpcfsdp.errors import EngineError
 from tests.mpi.gathered_tensors import Codes, InHalves, Noted, Wrapped, inner
 from tests.mpi.row_cases import batches, make, same, train, whole
@@ -131,7 +132,7 @@ def test_with_other_options(world, row_meshes, kind, how):
             return result(train(model, world.rank, micro=3, around=functools.partial(synchronize, model)))
         if how.endswith("reentrant"):
             for block in model.blocks:
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=how == "reentrant")
+                block.forward = functools.partial(recompute, block.forward, use_reentrant=how == "reentrant")
         if how == "evaluation":
             found = []
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -250,3 +251,35 @@ def test_half_of_a_pair_of_hooks_and_none(world):
     model.weight = nn.Parameter(Wrapped(model.weight.values.detach()))
     with pytest.raises(NotImplementedError, match=r"'weight' is a .*Wrapped, a subclass.*fsdp_pre_all_gather"):
         ours.fully_shard(model)
+
+
+@pytest.mark.ranks(2)
+def test_files_have_what_the_tensors_hold_at_any_number_of_ranks(world, shared_path):
+    """Written by all ranks with uneven rows, read by each alone, and by all again."""
+
+    def build(seed, mesh=None):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 11)).double()
+        model[0].weight = nn.Parameter(InHalves(model[0].weight.detach()))
+        model[1].weight = nn.Parameter(Codes.of(model[1].weight.detach()), requires_grad=False)
+        for each in model:
+            ours.fully_shard(each, mesh=mesh)
+        return ours.fully_shard(model, mesh=mesh)
+
+    x, path = torch.linspace(-1, 1, 7).double()[None], shared_path / "subclasses.h5"
+    model = build(0)
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    model(x).sum().backward()
+    optimizer.step()
+    expected = model(x).detach()
+    checkpoint.save(path, model=model, optimizer=optimizer, step=1)
+    with h5py.File(path, "r") as file:
+        shapes = {name: (values.shape, values.dtype.name) for name, values in file["model"].items()}
+    assert shapes["0.weight"] == ((9, 7), "float64") and shapes["1.weight.codes"] == ((11, 9), "int8")
+    assert shapes["1.weight.scales"] == ((11,), "float64") and "1.weight" not in shapes
+    replicas = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("replicate", "shard"))
+    for mesh in (None, replicas):
+        other = build(1, mesh)
+        checkpoint.load(path, model=other, optimizer=torch.optim.AdamW(other[0].parameters()))
+        assert torch.equal(other(x), expected)
+        assert isinstance(other[1].weight.to_local(), Codes)
