@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -537,6 +537,14 @@ def is_step_for_state() -> bool:
     return _find_frame(lambda code: code.co_name == "_init_optim_state") is not None
 
 
+def is_in_stage_backward() -> bool:
+    """Return whether a stage of a pipeline has called the caller, for the gradients of its parameters."""
+    frame = sys._getframe(2)
+    return (
+        frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage" and frame.f_code.co_name == "<lambda>"
+    )
+
+
 class StockCall(NamedTuple):
     """A call of one of the functions of ``torch.distributed.checkpoint.state_dict``."""
 
@@ -665,26 +673,22 @@ def refuse_parallelizing(module: nn.Module, make_error: Callable[[], Exception])
     module.__dict__.setdefault("_distribute_module_applied", _Refusal(make_error))
 
 
-def refuse_state(module: nn.Module, make_error: Callable[[], Exception]) -> None:
-    """Have functions that read the state of torch's ``fully_shard`` of a module raise an error."""
-    from torch.distributed._composable.contract import STATE_KEY
-    from torch.distributed.fsdp import fully_shard
-
-    module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fully_shard)] = _Refusal(make_error)
-
-
 class _Refusal:
-    """Raises an error instead of having a truth value, or the context of a state."""
+    """Raises an error instead of having a truth value."""
 
     def __init__(self, make_error: Callable[[], Exception]) -> None:
         self._make_error = make_error
 
-    @property
-    def _state_ctx(self) -> NoReturn:
-        raise self._make_error()
-
     def __bool__(self) -> bool:
         raise self._make_error()
+
+
+def show_state(module: nn.Module, state: Any) -> None:
+    """Have functions that read the state of torch's ``fully_shard`` of a module read `state`."""
+    from torch.distributed._composable.contract import STATE_KEY
+    from torch.distributed.fsdp import fully_shard
+
+    module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fully_shard)] = state
 
 
 root_mesh: Callable[[Any], Any] = operator.methodcaller("_get_root_mesh")

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed.fsdp as stock
 from torch import nn
 
 from hpcfsdp import _compat, accelerator
+from hpcfsdp.api.torch_state import FullyShardState
 from hpcfsdp.engine.nested import apply_to_tensors, to_kwargs
 from hpcfsdp.engine.root import Root
 from hpcfsdp.engine.unit import TrainingState
@@ -296,6 +297,15 @@ class FSDPModule(stock.FSDPModule):
             unit.root.recover()
             unit.root.forget_step()
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the parameters; those that get whole gradients for a stage of a pipeline that computes these apart."""
+        found = super().parameters(recurse)  # type: ignore[misc]
+        if not _compat.is_in_stage_backward():
+            return cast(Iterator[nn.Parameter], found)
+        units = dtensor_units_in(cast(nn.Module, self))
+        leaves = {each.param.sharded: each.param.leaf for unit in units for each in unit.own}
+        return (leaves.get(param, param) for param in found)
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         unit = self._unit_here
         if unit.root is not None:
@@ -335,17 +345,9 @@ class FSDPModule(stock.FSDPModule):
             raise ValueError(f"{what} cannot be used where parameters of a module are sharded over several meshes")
         return unit
 
-    def _get_fsdp_state(self) -> NoReturn:
-        """Return what torch's own methods read. Always raises an ``EngineError``."""
-        raise torchs_state_error()
-
-
-def torchs_state_error() -> EngineError:
-    """Return the error where a function of torch, such as a stage of a pipeline, takes a module for torch's own."""
-    return EngineError(
-        "a function of torch reads the inner state of its own fully_shard, and hpcfsdp.fully_shard has sharded "
-        "this module: use torch's fully_shard for this program, or leave out that function"
-    )
+    def _get_fsdp_state(self) -> FullyShardState:
+        """Return what torch's own tools read."""
+        return FullyShardState(cast(nn.Module, self))
 
 
 @functools.cache

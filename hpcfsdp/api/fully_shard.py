@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from hpcfsdp import _compat
-from hpcfsdp.api.fsdp_module import FSDPModule, extended_class, torchs_state_error, units_of_modules
+from hpcfsdp.api.fsdp_module import FSDPModule, extended_class, units_of_modules
+from hpcfsdp.api.torch_state import FullyShardState
 from hpcfsdp.comm import raise_together_over
 from hpcfsdp.comm.communicator import CommOptions
 from hpcfsdp.engine.streams import streams_for
@@ -177,7 +178,7 @@ def shard_modules(
     for each in modules:
         each.__dict__[own.UNIT] = unit
         each.__class__ = extended_class(type(each))  # type: ignore[arg-type]  # mypy looks at __hash__ of instances
-        _compat.refuse_state(each, torchs_state_error)
+        _compat.show_state(each, FullyShardState(each))
         own.label_modules(each, ignored.modules)
     unit.add_state_hooks()
     unit.refresh()

@@ -380,14 +380,16 @@ class Root:
 
     def _begin_backward(self) -> None:
         """Begin a backward: its first unit has got a gradient."""
-        if self.in_backward:
-            return
+        if not self.in_backward:
+            self._start_backward()
+            _compat.call_after_backward(self._finish_backward)
+
+    def _start_backward(self) -> None:
         self._streams.refuse_capture(f"the backward of {self.units[0].name!r}")
         self.in_backward = True
         self._backwards += 1
         calls.backward.label = f'backward of "{self.units[0].name}"'
         calls.backward.is_running = self._is_running
-        _compat.call_after_backward(self._finish_backward)
         self._adopt_user_data()
         self._due = deque(reversed(self._called))
         self._begun.clear()
@@ -410,6 +412,18 @@ class Root:
             else:
                 first.run_unused_backward()
 
+    def reduce_held(self) -> None:
+        """Reduce the gradients that backwards have held back, or left on the leaves, outside of a backward.
+
+        Collective over all ranks.
+        """
+        self.recover()
+        if any(unit.owes_grads and not unit.keeps_back for unit in self.units):
+            self._start_backward()
+            self._due.clear()  # each has had its backward
+            self._called.clear()
+            self._finish_backward()
+
     @torch.no_grad()
     def _finish_backward(self) -> None:
         """End a backward; called by autograd. Collective over all ranks."""
@@ -426,7 +440,7 @@ class Root:
                 unit.post_backward()
         for unit in self.units:  # called in earlier iterations under no_sync, and not in this one
             if unit.owes_grads and unit not in self._called and not unit.keeps_back:
-                unit.run_unused_backward()
+                unit.run_unused_backward(gathers=False)
         ahead = self.context.ahead  # in vain, as what was kept for a backward that did not come
         self._reshard(
             [each for each in self.units if each.unsharded_params in ahead or each.unsharded_params.has_keepers]

@@ -247,8 +247,8 @@ class Unit:
                         "run the backward before the step, or the forward again after it"
                     )
 
-    def begin_backward(self) -> None:
-        """Gather the parameters, and prepare for gradients. Collective over the unit's ranks."""
+    def begin_backward(self, *, gathers: bool = True) -> None:
+        """Gather the parameters if it `gathers`, and prepare for gradients. Collective over the unit's ranks."""
         context = self.context
         self.enter_state(TrainingState.BACKWARD)
         self.owes_grads = True
@@ -261,6 +261,8 @@ class Unit:
             self._enqueues_at_the_end = True
         else:
             self._enqueue()
+        if not gathers:
+            return
         if self.unshards_in_backward:
             context.unshard(self.unsharded_params)
         if self.prefetch_backward == "pre":
@@ -298,9 +300,12 @@ class Unit:
         ):
             self.post_backward()
 
-    def run_unused_backward(self) -> None:
-        """Gather and reduce with the other ranks; this rank's backward does not reach the unit. Collective likewise."""
-        self.begin_backward()
+    def run_unused_backward(self, *, gathers: bool = True) -> None:
+        """Reduce with the other ranks; this rank's backward does not reach the unit. Collective likewise.
+
+        That of another rank may, unless it `gathers` nothing on any.
+        """
+        self.begin_backward(gathers=gathers)
         self.post_backward()
 
     def enqueue_at_the_end(self) -> None:
