@@ -345,8 +345,8 @@ class FSDPModule(stock.FSDPModule):
             raise ValueError(f"{what} cannot be used where parameters of a module are sharded over several meshes")
         return unit
 
-    def _get_fsdp_state(self) -> FullyShardState:
-        """Return what torch's own tools read."""
+    def _get_fsdp_state(self) -> Any:
+        """Return the ``FullyShardState``: what torch's own tools read."""
         return FullyShardState(cast(nn.Module, self))
 
 

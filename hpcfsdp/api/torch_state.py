@@ -6,11 +6,10 @@ callback of the root. Nothing else of torch's inner state is here: to ask for it
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from torch import nn
 
-from hpcfsdp.engine.root import Root
 from hpcfsdp.errors import EngineError
 from hpcfsdp.units.dtensor_unit import dtensor_units_in
 
@@ -23,8 +22,8 @@ class _Shown:
             raise AttributeError(name)
         raise EngineError(
             f"a function of torch reads {name!r} of the inner state of its own fully_shard, and hpcfsdp.fully_shard "
-            "has sharded this module: it shows what stages of a pipeline read (hpcfsdp/api/torch_state.py). Use torch's "
-            "fully_shard for this program, or leave out that function"
+            "has sharded this module: it shows what stages of a pipeline read (hpcfsdp/api/torch_state.py). Use "
+            "torch's fully_shard for this program, or leave out that function"
         )
 
 
@@ -65,4 +64,4 @@ class FullyShardState(_Shown):
         """Reduce the gradients that earlier backwards have held back. Collective over the ranks of the mesh."""
         units = dtensor_units_in(self.module)
         if (root := units[0].root) is not None:
-            cast(Root, root).reduce_held()
+            root.reduce_held()
