@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as stock
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +20,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hpcfsdp.fsdp2 as ours
+from hpcfsdp import checkpoint
+from hpcfsdp.checkpoint import HDF5Reader, HDF5Writer
 from hpcfsdp.errors import EngineError
 from tests.mpi.row_cases import TIGHT, Block, same, whole
 
@@ -148,3 +151,36 @@ def test_other_questions_are_refused(world):
         assert len(state._state_ctx.all_states) == 1
         with pytest.raises(EngineError, match="reads '_comm_ctx' of the inner state of its own fully_shard"):
             _ = state._comm_ctx
+
+
+def state_of(stages, schedule):
+    """The state of this rank's stages, by the names that the whole model has."""
+    found = {}
+    for stage in stages:
+        first = stage.stage_index * (2 if issubclass(schedule, PipelineScheduleSingle) else 1)
+        for name, value in stage.submod.state_dict().items():
+            layer, _, rest = name.partition(".")
+            found[f"{first + int(layer)}.{rest}"] = value
+    return found
+
+
+def test_stages_in_one_file(world, shared_path):
+    """Four stages write one file, which two others and a whole model read."""
+    mesh, path = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "shard")), shared_path / "stages.h5"
+    stages = stages_of(ours, mesh, ScheduleInterleaved1F1B, reshard=False)
+    with torch.no_grad():
+        for param in (param for stage in stages for param in stage.submod.parameters()):
+            param.add_(0.5)
+    written = state_of(stages, ScheduleInterleaved1F1B)
+    dcp.save({"model": written}, storage_writer=HDF5Writer(path))
+
+    model, others = nn.Sequential(*blocks()), stages_of(ours, mesh, ScheduleGPipe, reshard=False)
+    checkpoint.load(path, model=model)
+    expected = model.state_dict()
+    for name, value in written.items():
+        assert torch.equal(whole(value), expected[name])
+    read = state_of(others, ScheduleGPipe)
+    assert not torch.equal(whole(read[next(iter(read))]), expected[next(iter(read))])
+    dcp.load({"model": read}, storage_reader=HDF5Reader(path))
+    for name, value in state_of(others, ScheduleGPipe).items():
+        assert torch.equal(whole(value), expected[name])
