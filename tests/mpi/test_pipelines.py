@@ -180,7 +180,8 @@ def test_stages_in_one_file(world, shared_path):
     for name, value in written.items():
         assert torch.equal(whole(value), expected[name])
     read = state_of(others, ScheduleGPipe)
-    assert not torch.equal(whole(read[next(iter(read))]), expected[next(iter(read))])
+    changed = next(name for name in read if name.endswith("up.weight"))
+    assert not torch.equal(whole(read[changed]), expected[changed])
     dcp.load({"model": read}, storage_reader=HDF5Reader(path))
     for name, value in state_of(others, ScheduleGPipe).items():
         assert torch.equal(whole(value), expected[name])
