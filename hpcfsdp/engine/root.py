@@ -344,7 +344,7 @@ class Root:
     def _unbind(self, *, lends: bool = False) -> None:
         """Have modules hold what an optimizer may step; if it `lends`, the program computes on until a backward."""
         for unit in self.units:
-            if unit.unsharded_params.is_bound and not unit.is_kept:
+            if unit.unsharded_params.is_bound and not (unit.is_kept or unit.is_in_graph):
                 if lends and (unit in self._called or self._is_transformed):
                     unit.lend(stays=self._is_transformed)
                 else:
@@ -352,7 +352,7 @@ class Root:
 
     def _left_over(self) -> list[Unit]:
         """Units that may have been gathered and do not need it any more, unless the program wants to keep them so."""
-        return [unit for unit in self.units if not unit.stays_unsharded]
+        return [unit for unit in self.units if not (unit.stays_unsharded or unit.is_in_graph)]
 
     # Backward
 
@@ -363,6 +363,10 @@ class Root:
                 f"{unit.name}: backward ran through the unit while its forward was still running: call backward "
                 "after the forward has returned"
             )
+        if torch.is_grad_enabled():  # the graph of what is computed now has a backward of its own
+            for each in dict.fromkeys([*reversed(self._called), unit]):
+                each.join_graph()
+            return
         self._begin_backward()
         if call.backward == self._backwards:  # another output of the same call
             return
@@ -391,11 +395,15 @@ class Root:
         calls.backward.label = f'backward of "{self.units[0].name}"'
         calls.backward.is_running = self._is_running
         self._adopt_user_data()
-        self._due = deque(reversed(self._called))
+        self._due = deque(unit for unit in reversed(self._called) if not unit.is_in_graph)
         self._begun.clear()
         if self._has_changed:
             self._publish("backward, after a change of parameters")
         self.context.reductions.alloc()
+        for unit in reversed(self._called):
+            if unit.is_in_graph:  # its leaves may get gradients by derivatives alone
+                unit.begin_backward()
+                self._begun.append(unit)
 
     def _run_unused_before(self, unit: Unit) -> None:
         """Run the backward of units that are due before this one and got no gradient. Collective over all ranks.

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hpcfsdp import _compat, timeline
 from hpcfsdp.engine.backward import BackwardAccount, ForwardCall, Leaves, will_run
@@ -65,6 +66,8 @@ class Unit:
         self.unshards_in_backward = True  # whether a backward needs the parameters
         self.is_kept = False  # whether the program has asked for the parameters, and not given them back
         self._keeps_back = False
+        self.is_in_graph = False  # whether a graph of derivatives computes with the unsharded parameters
+        self._graph_hooks: list[RemovableHandle] = []
         self.inside: frozenset[Unit] = frozenset()  # other units that the module holds
         self.input_dtype: torch.dtype | None = None  # floating-point inputs are cast to it; None to leave them
         self.prefetch_forward = False  # whether to gather the next unit of a forward
@@ -208,7 +211,8 @@ class Unit:
         else:
             self.enter_state(TrainingState.IDLE)
             keeps = self.stays_unsharded if not torch.is_grad_enabled() else not self.reshard_after_forward
-            if (broken or not (keeps or self.is_partly_called)) and not _compat.in_transform():
+            keeps = keeps or self.is_in_graph or self.is_partly_called
+            if (broken or not keeps) and not _compat.in_transform():
                 self._free(after_forward=not broken and torch.is_grad_enabled())
 
     def complete_forward(self) -> bool:
@@ -247,6 +251,37 @@ class Unit:
                         "run the backward before the step, or the forward again after it"
                     )
 
+    def join_graph(self) -> None:
+        """Keep the parameters for a graph of derivatives, until the backward that follows, or a step.
+
+        Collective over the unit's ranks.
+        """
+        if self.is_in_graph or not self.is_idle or not self.sharded_params:
+            return
+        self.is_in_graph = True
+        self.context.unshard(self.unsharded_params)
+        self.context.await_unshard(self.unsharded_params)
+        self.lend(stays=True)
+        # Before gradients come to leaves, those of earlier backwards have to be put aside.
+        leaves = [leaf for flat in self.sharded_params for leaf in flat.leaves if leaf.requires_grad]
+        hook = _weak_hook(lambda unit, _: unit._begin_from_graph(), self, self)
+        self._graph_hooks = [leaf.register_hook(hook) for leaf in leaves]
+
+    def _begin_from_graph(self) -> None:
+        if torch.is_grad_enabled():
+            raise EngineError(
+                f"{self.name}: backward(create_graph=True) wants gradients of sharded parameters with a graph of their "
+                "own, which ranks cannot reduce: call torch.autograd.grad(..., inputs, create_graph=True) for inputs "
+                "of the model"
+            )
+        self._begin_model_backward()
+
+    def _leave_graph(self) -> None:
+        self.is_in_graph = False
+        for handle in self._graph_hooks:
+            handle.remove()
+        self._graph_hooks = []
+
     def begin_backward(self, *, gathers: bool = True) -> None:
         """Gather the parameters if it `gathers`, and prepare for gradients. Collective over the unit's ranks."""
         context = self.context
@@ -257,7 +292,7 @@ class Unit:
             if grad.params.steps_leaves:
                 self.leaves.defer_hooks(grad.params)
             grad.prepare()
-        if self.inside or self.num_calls > 1:
+        if self.inside or self.num_calls > 1 or self.is_in_graph:
             self._enqueues_at_the_end = True
         else:
             self._enqueue()
@@ -295,7 +330,8 @@ class Unit:
         left. Other ranks may have seen that at the inputs, or by the last leaf, and reduce here. Collective over all
         ranks.
         """
-        if self.training_state is TrainingState.BACKWARD and self._account.is_complete(
+        is_running = self.training_state is TrainingState.BACKWARD and not self.is_in_graph
+        if is_running and self._account.is_complete(
             self.leaves, holds_units=bool(self.inside), is_followed=is_followed
         ):
             self.post_backward()
@@ -318,6 +354,8 @@ class Unit:
         """Expect no backward: it is over for all units, and has reduced gradients unless under ``no_sync``."""
         self.num_calls = 0
         self.owes_grads &= self.keeps_back
+        if self.is_in_graph:
+            self._leave_graph()
 
     def reset(self) -> None:
         """Come to rest after an exception in a backward."""
@@ -389,6 +427,8 @@ class Unit:
 
     def _free(self, *, after_forward: bool = False) -> None:
         self.is_kept = False
+        if self.is_in_graph:
+            self._leave_graph()
         self.context.reshard(self.unsharded_params, after_forward=after_forward)
 
     def _enqueue(self) -> None:
@@ -452,11 +492,6 @@ class Unit:
 
 
 def _gradient_comes(unit: Unit, call: ForwardCall, before_backward: BeforeBackward, _grad: torch.Tensor) -> None:
-    if torch.is_grad_enabled():
-        raise EngineError(
-            f"{unit.name}: backward was called with create_graph=True, but second derivatives of sharded "
-            "parameters are not supported: differentiate within the forward of one unit, or by torch.func.grad"
-        )
     before_backward(unit, call)
 
 

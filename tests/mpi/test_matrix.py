@@ -21,7 +21,6 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
 import hpcfsdp.world
-from hpcfsdp.errors import EngineError
 from hpcfsdp.fsdp import ShardedGradScaler
 from tests.mpi import parity
 from tests.mpi.models import ORIGINAL
@@ -800,15 +799,3 @@ def test_compiled_modules(engine, where, original):
         for module in chosen:
             module.compile(backend="aot_eager")
     close(engine.train(sharded), reference(parity.Nested, engine.comm.size), **EXACT)
-
-
-@over("messages")
-@ORIGINAL
-@pytest.mark.parametrize("strategy", PLAIN_STRATEGIES)
-def test_a_gradient_of_inputs_within_the_loss(carried, strategy, original):
-    """As gradient penalties have it. It needs parameters once more, and so it is refused."""
-    carried.beyond_torch("an error where a second backward would need the parameters")
-    sharded = carried.shard(build(parity.Around), strategy=strategy, use_orig_params=original)
-    x = parity.inputs(0, 0, torch.float64).requires_grad_()  # the same on all ranks
-    with carried.quiet(), pytest.raises(EngineError, match="create_graph"):
-        torch.autograd.grad(sharded(x).square().sum(), x, create_graph=True)
