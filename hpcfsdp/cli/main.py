@@ -32,6 +32,7 @@ VERBS = {
     "show": ("hpcfsdp.cli.show", "show facts of a checkpoint, or of one of its tensors"),
     "export": ("hpcfsdp.cli.export", "write a checkpoint as safetensors, .pt, a DCP folder or a PEFT adapter"),
     "import": ("hpcfsdp.cli.import_", "write a checkpoint from safetensors, .pt or a DCP folder"),
+    "average": ("hpcfsdp.cli.average", "write a checkpoint with the mean of the weights of others"),
     "stats": ("hpcfsdp.cli.stats", "show minimum, maximum, mean, norm, NaN and Inf of tensors"),
     "verify": ("hpcfsdp.cli.verify", "check every byte of checkpoints"),
     "diff": ("hpcfsdp.cli.diff", "show the differences of two checkpoints"),

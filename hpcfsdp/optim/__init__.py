@@ -1,6 +1,7 @@
-"""Optimizers for whole matrices, and any optimizer for whole tensors of a sharded model."""
+"""Optimizers for whole matrices, any optimizer for whole tensors of a sharded model, and averages of parameters."""
 
+from hpcfsdp.optim.average import ExponentialAverage
 from hpcfsdp.optim.muon import Muon
 from hpcfsdp.optim.whole_tensors import WholeTensors
 
-__all__ = ["Muon", "WholeTensors"]
+__all__ = ["ExponentialAverage", "Muon", "WholeTensors"]

@@ -18,7 +18,7 @@ from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.plain_values import from_plain
 from hpcfsdp.checkpoint.format.reader import BlockReader
 from hpcfsdp.checkpoint.format.schema import CheckpointInfo
-from hpcfsdp.checkpoint.loading.match import FileNames, Match, check_patterns, match_model
+from hpcfsdp.checkpoint.loading.match import FileNames, Match, Rename, check_patterns, match_model, renaming
 from hpcfsdp.checkpoint.retention import reading
 from hpcfsdp.checkpoint.saving import rng
 from hpcfsdp.checkpoint.saving.same_call import Facts, GivenPath, compare_calls
@@ -47,7 +47,7 @@ _PARTLY = "; a part of the model was loaded before this error: load again before
 _SPOILT = "; the floating-point tensors that were to be loaded are NaN now: load another file, or make the model anew"
 
 Piece: TypeAlias = tuple[str, LocalPiece, torch.dtype]
-"""The path in the file, and this rank's memory of a run of elements."""
+"""The path in the file, this rank's memory of a run of elements, and their dtype in the file."""
 
 
 @public_call("checkpoint.load")
@@ -60,6 +60,8 @@ def load(
     names: Sequence[str] | None = None,
     verify: bool = True,
     fresh: bool = True,
+    rename: Rename | None = None,
+    cast: bool = False,
 ) -> CheckpointInfo:
     """Load a checkpoint that any number of ranks wrote. Collective over the model's ranks.
 
@@ -84,6 +86,11 @@ def load(
         fresh: whether the model holds nothing to keep, as one that has just been made; the same on all ranks. False
             keeps its values if the file is damaged: all ranks check every byte before anything changes. The tensors are
             then read twice, but for those on the meta device; the ranks of a node divide the first reading among them.
+        rename: names in the file that the model has otherwise, of parameters, buffers and modules, with the optimizer's
+            state: a dict of patterns (``{"backbone.*": "encoder.*"}``, the first that matches counts), or a function
+            from the name in the file to that in the model. The error of a file that does not fit proposes one.
+        cast: whether the model's tensors may have other dtypes than the file's, which are converted; else that is an
+            error.
         verify: False compares no checksums, and reads once. With ``fresh=False`` a part of the model is loaded if the
             disk fails in the middle.
 
@@ -101,6 +108,7 @@ def load(
 
     def facts() -> Facts:
         check_patterns(names)
+        renaming(rename)
         # Of models that are not sharded, ranks may have different parts, and load different names of one file.
         return {"path": GivenPath(path) if comm.rank == 0 or path is not None else None, "fresh": bool(fresh)}
 
@@ -108,7 +116,16 @@ def load(
     with reading(path):
         opening = functools.partial(_open_on_all_ranks, path=path, verify=verify)
         return load_from(
-            comm, opening, model=model, optimizer=optimizer, strict=strict, names=names, verify=verify, fresh=fresh
+            comm,
+            opening,
+            model=model,
+            optimizer=optimizer,
+            strict=strict,
+            names=names,
+            verify=verify,
+            fresh=fresh,
+            rename=rename,
+            cast=cast,
         )
 
 
@@ -133,6 +150,8 @@ def load_from(
     names: Sequence[str] | None,
     verify: bool,
     fresh: bool,
+    rename: Rename | None = None,
+    cast: bool = False,
 ) -> CheckpointInfo:
     """Do as ``load``, from any source, which `opening` opens. Collective over `comm`, the ranks of the model."""
     with contextlib.ExitStack() as stack, torch.no_grad():
@@ -140,7 +159,9 @@ def load_from(
         index, reader, peers = opened.index, opened.reader, opened.peers
         with raise_together(comm) as exchange:
             hold_shards(model)
-            in_file, match, targets, new, grown = _match_targets(reader, index, model, names, strict, stack)
+            in_file, match, targets, new, grown = _match_targets(
+                reader, index, model, names, strict, stack, renaming(rename), cast
+            )
             chosen = None if names is None else match.found
             restore = None if optimizer is None else _plan_optimizer(in_file, model, optimizer, chosen)
             states = {name: _module_state(in_file, name) for name in match.states}
@@ -148,15 +169,13 @@ def load_from(
             for buffer in buffers_of(tensors):
                 buffer.alloc()
             found = [(str(in_file.path_in(tensor)), tensor) for tensor in targets]
-            places = [
-                (f"{schema.OPTIM_STATE}/{in_file.in_file(t.name)}", t) for t in (restore.tensors if restore else ())
-            ]
-            state = [piece for item in places for piece in _pieces(*item)]
+            places = [(f"{schema.OPTIM_STATE}/{in_file.state(t.name)}", t) for t in (restore.tensors if restore else ())]
+            state = [piece for item in places for piece in _pieces(index, *item)]
             draws = names is None or optimizer is not None
             generators = _generators(index, opened.drawn if draws else {}, opened.seed, device_of(model))
             kept = [] if fresh else [item for item in found if item[1].name not in new]
-            twice = [piece for item in kept for piece in _pieces(*item)]
-            once = [piece for item in found if fresh or item[1].name in new for piece in _pieces(*item)]
+            twice = [piece for item in kept for piece in _pieces(index, *item)]
+            once = [piece for item in found if fresh or item[1].name in new for piece in _pieces(index, *item)]
             needed = rows_needed(index, kept, peers, comm.size)
             exchange.mine = schema.checksum(needed)
         if restore is not None:
@@ -231,12 +250,13 @@ def _open_on_all_ranks(comm: Communicator, stack: contextlib.ExitStack, path: Pa
     raise CheckpointReplacedError(f"{path}: was replaced {_TRIES} times while it was opened: load another file")
 
 
-def _pieces(path: str, tensor: StateTensor) -> list[Piece]:
+def _pieces(index: CheckpointIndex, path: str, tensor: StateTensor) -> list[Piece]:
     """Return this rank's pieces of a tensor at `path` in the file; raise CheckpointError for expanded memory."""
     for piece in tensor.pieces:
         if any(step == 0 and size > 1 for step, size in zip(piece.tensor.stride(), piece.tensor.shape, strict=True)):
             raise CheckpointError(f"{tensor.name!r} is an expanded tensor, which cannot be filled: make it contiguous")
-    return [(path, piece, tensor.dtype) for piece in tensor.pieces]
+    dtype = getattr(torch, index.resolve(path).dtype)
+    return [(path, piece, dtype) for piece in tensor.pieces]
 
 
 @contextlib.contextmanager
@@ -263,7 +283,8 @@ def _read_pieces(reader: BlockReader, pieces: Sequence[Piece], consequence: str 
     direct, others = [], []
     for path, piece, dtype in pieces:
         memory = piece.tensor.detach()
-        if memory.device.type != "cpu" or not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
+        is_plain = memory.is_contiguous() and not memory.is_conj() and not memory.is_neg()
+        if memory.device.type != "cpu" or not is_plain or memory.dtype != dtype:
             others.append((path, piece, dtype))
             continue
         memory.view(-1)[:0].zero_()  # autograd notices that the memory changes
@@ -286,6 +307,8 @@ def _match_targets(
     names: Sequence[str] | None,
     strict: bool,
     stack: contextlib.ExitStack,
+    rename: Callable[[str], str] | None,
+    cast: bool,
 ) -> tuple[FileNames, Match, list[StateTensor], frozenset[str], list[tuple[torch.Tensor, torch.Tensor]]]:
     """Return the file's names, the match with the model, and the tensors to fill. They have memory from now on.
 
@@ -293,11 +316,11 @@ def _match_targets(
     `stack` removes memory of meta tensors again after an error.
     """
     tensors = model_tensors(model)
-    files = FileNames(index, {name for tensor in tensors for name in (tensor.name, *tensor.aliases)})
+    files = FileNames(index, {name for tensor in tensors for name in (tensor.name, *tensor.aliases)}, rename)
     grown = _grown(reader, files, model, tensors)
     shapes = {name: tuple(value.shape) for name, (_, value) in grown.items()}
     as_loaded = [dataclasses.replace(each, shape=shapes.get(each.name, each.shape)) for each in tensors]
-    match = match_model(files, as_loaded, stateful_modules(model), names, strict)
+    match = match_model(files, as_loaded, stateful_modules(model), names, strict, cast)
     new = frozenset(t.name for t in tensors if t.pieces and all(piece.tensor.is_meta for piece in t.pieces))
     if any(piece.tensor.is_meta for tensor in tensors for piece in tensor.pieces):
         stack.enter_context(materialized(model, match.found, device_of(model)))
@@ -351,7 +374,7 @@ def _plan_optimizer(
         raise CheckpointMismatchError(f"{index.info.path}: {what}")
     prefix = f"{schema.OPTIM_STATE}/"
     saved = {
-        in_file.in_model(path.removeprefix(prefix)): TensorInfo(spec.shape, getattr(torch, spec.dtype))
+        in_file.in_optimizer(path.removeprefix(prefix)): TensorInfo(spec.shape, getattr(torch, spec.dtype))
         for path, spec in index.tensors.items()
         if path.startswith(prefix)
     }

@@ -1,7 +1,8 @@
 """Match tensors of a checkpoint with those of a model. Pure."""
 
+import collections
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,10 +33,30 @@ class FileNames:
 
     index: CheckpointIndex
     known: Collection[str]  # the model's names
+    rename: Callable[[str], str] | None = None  # makes the model's name of that in the file, as the program says
+
+    @cached_property
+    def _renamed(self) -> dict[str, str]:
+        """The names in the file, by those that the program gives them."""
+        paths = (*self.index.tensors, *self.index.links)
+        names = dict.fromkeys(path.removeprefix(_MODEL) for path in paths if path.startswith(_MODEL))
+        names |= dict.fromkeys(self.index.module_states)
+        found: dict[str, str] = {}
+        for name in names if self.rename is not None else ():
+            new = self.rename(name)
+            if not isinstance(new, str):
+                raise TypeError(f"rename= returned {new!r} for {name!r}: return the name that it has in the model")
+            if found.setdefault(new, name) != name:
+                raise CheckpointError(
+                    f"{self.index.info.path}: rename= gives {found[new]!r} and {name!r} of the file one name, {new!r}"
+                )
+        return found
 
     @cached_property
     def prefix(self) -> str:
         """The text before the model's names in the file."""
+        if self.rename is not None:
+            return ""
         paths = (*self.index.tensors, *self.index.links)
         there = {path.removeprefix(_MODEL) for path in paths if path.startswith(_MODEL)} - {NUM_AVERAGED}
         if not there.isdisjoint(self.known):  # it may be a part of a model with a module that is called so
@@ -44,18 +65,30 @@ class FileNames:
 
     def in_file(self, name: str) -> str:
         """Return the name in the file, by that in the model."""
+        if self.rename is not None:
+            return self._renamed.get(name, name)
         return name if name == NUM_AVERAGED else self.prefix + name
 
     def in_model(self, name: str) -> str:
         """Return the name in the model, by that in the file."""
-        return name.removeprefix(self.prefix)
+        return name.removeprefix(self.prefix) if self.rename is None else self.rename(name)
+
+    def in_optimizer(self, name: str) -> str:
+        """Return a parameter's name in the file, with a key of its state behind it or not, as the model has it."""
+        parameter, slash, key = name.rpartition("/")
+        return self.in_model(parameter) + slash + key if slash else self.in_model(name)
+
+    def state(self, name: str) -> str:
+        """Return the name in the file of a parameter's state, by "name/key" in the model."""
+        parameter, slash, key = name.rpartition("/")
+        return self.in_file(parameter) + slash + key
 
     def optimizer(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Return scalars by ``name/key`` and ``param_groups`` of the file's optimizer, by names in the model."""
         scalars = dict(self.index.scalars or {})
         groups = from_plain(self.index.param_groups or [], self.index.group_types)
-        if self.prefix:
-            scalars = {self.in_model(name): value for name, value in scalars.items()}
+        if self.prefix or self.rename is not None:
+            scalars = {self.in_optimizer(name): value for name, value in scalars.items()}
             groups = [{**group, "params": list(map(self.in_model, group["params"]))} for group in groups]
         return scalars, groups
 
@@ -66,6 +99,15 @@ class FileNames:
             each if not self.prefix or match_names(each, known) else self.prefix + each.removeprefix(_MODEL)
             for each in patterns
         ]
+
+    def chosen(self, patterns: Sequence[str]) -> set[str]:
+        """Return the paths that patterns of names in the model, or in the file, match."""
+        if self.rename is None:
+            return set(matching(self.index, self.patterns(patterns)))
+        found = {_MODEL + new: _MODEL + name for new, name in self._renamed.items()}
+        by_name = {found[path] for each in patterns for path in match_names(each, found)}
+        known = [*self.index.tensors, *self.index.links]
+        return by_name.union(path for each in patterns for path in match_names(each, known))
 
     def has_chosen(self, patterns: Iterable[str], names: Iterable[str]) -> bool:
         """Return whether a pattern matches one of these names of the model, or its name in the file."""
@@ -130,7 +172,12 @@ class Match:
 
 
 def match_model(
-    files: FileNames, tensors: Sequence[StateTensor], states: Collection[str], names: Sequence[str] | None, strict: bool
+    files: FileNames,
+    tensors: Sequence[StateTensor],
+    states: Collection[str],
+    names: Sequence[str] | None,
+    strict: bool,
+    cast: bool = False,
 ) -> Match:
     """Match a model with the file.
 
@@ -144,7 +191,7 @@ def match_model(
     known_states = set(map(files.in_model, index.module_states)) if has_states else set(states)
     states, targets = set(states), list(tensors)
     if names is not None:
-        there = there.intersection(matching(index, files.patterns(names)))
+        there = there.intersection(files.chosen(names))
         if not there:
             raise CheckpointError(f"{index.info.path}: {names} match no tensor of the model, only the optimizer's")
         targets = [tensor for tensor in tensors if files.has_chosen(names, (tensor.name, *tensor.aliases))]
@@ -155,7 +202,7 @@ def match_model(
     unexpected = {name: f"{name} {shape}" for name, shape in unexpected.items()}
     missing |= {name: f"{name}, the state of a module" for name in sorted(states - known_states)}
     unexpected |= {name: f"{name}, the state of a module" for name in sorted(known_states - states)}
-    lines = [line for tensor in targets for line in _differences(files, tensor)]
+    lines = [line for tensor in targets for line in _differences(files, tensor, cast=cast)]
     if strict:
         lines = [f"  missing in the file: {text}" for text in missing.values()] + lines
         # Its average is loaded into a model as well as into an AveragedModel.
@@ -166,7 +213,8 @@ def match_model(
         problem = "the checkpoint belongs to another model"
         if is_part:
             problem = "holds only a part of the model: load it with names= of that part, or strict=False"
-        raise CheckpointMismatchError(f"{index.info.path}: {problem}\n" + "\n".join(shown))
+        hint = _renaming({name: text for name, text in unexpected.items()}, missing) if strict else ""
+        raise CheckpointMismatchError(f"{index.info.path}: {problem}{hint}\n" + "\n".join(shown))
     return Match(
         frozenset(tensor.name for tensor in targets if tensor.name not in missing),
         tuple(sorted(missing)),
@@ -175,12 +223,63 @@ def match_model(
     )
 
 
-def _differences(files: FileNames, tensor: StateTensor) -> list[str]:
-    """Return messages about differences between a tensor in the file and in the model."""
+def _renaming(there: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """Return a question whether names differ by their beginnings alone; "" if no one beginning explains most.
+
+    Both map names to descriptions, with the name before the shape.
+    """
+    shapes = {name: text.removeprefix(name) for name, text in there.items()}
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    by_end = collections.defaultdict(list)
+    for name, shape in shapes.items():
+        by_end[name.rpartition(".")[2], shape].append(name)
+    for name, text in wanted.items():
+        for other in by_end[name.rpartition(".")[2], text.removeprefix(name)]:
+            parts, others = name.split("."), other.split(".")
+            while parts and others and parts[-1] == others[-1]:
+                del parts[-1], others[-1]
+            counts[".".join((*others, "*")), ".".join((*parts, "*"))] += 1
+    for (before, after), count in counts.most_common(1):
+        if 2 * count > len(wanted):
+            return f"; did you mean rename={{{before!r}: {after!r}}} (names in the file: names in the model)?"
+    return ""
+
+
+Rename = Mapping[str, str] | Callable[[str], str]
+"""Patterns of names in a file and of names in the model, with "*" for any text; or a function from one to the other."""
+
+
+def renaming(rename: Rename | None) -> Callable[[str], str] | None:
+    """Return a function from a name in a file to that in the model. Raise TypeError or ValueError for wrong patterns.
+
+    The first pattern that matches counts; other names stay.
+    """
+    if rename is None or callable(rename):
+        return rename
+    if not isinstance(rename, Mapping) or not all(isinstance(e, str) for pair in rename.items() for e in pair):
+        raise TypeError(f"rename= is {rename!r}: give a dict of names in the file to names in the model, or a function")
+    rules = []
+    for before, after in rename.items():
+        if before.count("*") != after.count("*"):
+            raise ValueError(f"rename={{{before!r}: {after!r}}}: have as many * on both sides")
+        rules.append((re.compile("(.*)".join(map(re.escape, before.split("*")))), after.split("*")))
+
+    def renamed(name: str) -> str:
+        for pattern, parts in rules:
+            if match := pattern.fullmatch(name):
+                return parts[0] + "".join(text + part for text, part in zip(match.groups(), parts[1:], strict=True))
+        return name
+
+    return renamed
+
+
+def _differences(files: FileNames, tensor: StateTensor, *, cast: bool) -> list[str]:
+    """Return messages about differences between a tensor in the file and in the model; not of dtypes if they `cast`."""
     index, path = files.index, files.path_in(tensor)
     if path is None:
         return []
     spec, dtype = index.resolve(path), str(tensor.dtype).removeprefix("torch.")
+    dtype = spec.dtype if cast else dtype
     in_file, in_model = f"{list(spec.shape)} {spec.dtype}", f"{list(tensor.shape)} {dtype}"
     lines = []
     if in_file != in_model:
