@@ -15,7 +15,7 @@ _PUBLIC = {
     "resilient": "hpcfsdp.resilience.run",
     **dict.fromkeys(("Preemption", "exit_requeue", "preemption"), "hpcfsdp.preempt"),
     **dict.fromkeys(("param_groups", "param_info"), "hpcfsdp.api.param_info"),
-    "WeightedMean": "hpcfsdp.weighted",
+    "WeightedMean": "hpcfsdp.optim",
     "FullyShardedDataParallel": "hpcfsdp.fsdp",
     "fully_shard": "hpcfsdp.fsdp2",
 }

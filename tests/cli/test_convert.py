@@ -42,7 +42,7 @@ def test_an_adapter_is_exported_without_torch_and_mpi(start, tmp_path):
 
 
 def test_the_commands_of_the_page_run(command, saved, tmp_path):
-    assert len(COMMANDS) == 10
+    assert len(COMMANDS) == 11
     (tmp_path / "step-00000007.h5").write_bytes(saved.read_bytes())
     adapter = save_adapter(tmp_path)
     for line in COMMANDS:

@@ -102,7 +102,9 @@ def data(step, rank, dtype=torch.float64):
 
 def train(model, loss, batches, *, around=lambda _: contextlib.nullcontext(), late_zero=False):
     """Steps, each of the sum of losses of its batches."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)  # which a part of a flat parameter would have
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, weight_decay=0
+    )  # which a part of a flat parameter would have
     for batch in batches:
         if not late_zero:
             optimizer.zero_grad()

@@ -169,7 +169,9 @@ def load_from(
             for buffer in buffers_of(tensors):
                 buffer.alloc()
             found = [(str(in_file.path_in(tensor)), tensor) for tensor in targets]
-            places = [(f"{schema.OPTIM_STATE}/{in_file.state(t.name)}", t) for t in (restore.tensors if restore else ())]
+            places = [
+                (f"{schema.OPTIM_STATE}/{in_file.state(t.name)}", t) for t in (restore.tensors if restore else ())
+            ]
             state = [piece for item in places for piece in _pieces(index, *item)]
             draws = names is None or optimizer is not None
             generators = _generators(index, opened.drawn if draws else {}, opened.seed, device_of(model))

@@ -213,7 +213,7 @@ def match_model(
         problem = "the checkpoint belongs to another model"
         if is_part:
             problem = "holds only a part of the model: load it with names= of that part, or strict=False"
-        hint = _renaming({name: text for name, text in unexpected.items()}, missing) if strict else ""
+        hint = _renaming(unexpected, missing) if strict else ""
         raise CheckpointMismatchError(f"{index.info.path}: {problem}{hint}\n" + "\n".join(shown))
     return Match(
         frozenset(tensor.name for tensor in targets if tensor.name not in missing),

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hpcfsdp.errors import UsageError
-from hpcfsdp.optim import ExponentialAverage, Muon
+from hpcfsdp.optim import ExponentialAverage, WholeTensors
 
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -92,6 +92,5 @@ def test_what_is_refused():
     with pytest.raises(UsageError, match="has an ExponentialAverage already"):
         ExponentialAverage(optimizer)
     model = make()
-    muon = Muon([param for param in model.parameters() if param.dim() == 2], model=model)
     with pytest.raises(UsageError, match="owners of parameters"):
-        ExponentialAverage(muon)
+        ExponentialAverage(WholeTensors(model, model.parameters(), torch.optim.SGD, lr=0.1))

@@ -6,7 +6,6 @@ from torch import nn
 
 from hpcfsdp import checkpoint
 from hpcfsdp.checkpoint.convert.average import average_checkpoints
-from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, UsageError
 from hpcfsdp.optim import ExponentialAverage
 
@@ -40,8 +39,7 @@ def mean(values, weights):
 @pytest.mark.parametrize(
     ("options", "weights"), [({}, [1, 1, 1]), ({"weights": [1, 2, 5]}, [1, 2, 5]), ({"decay": 0.5}, [1, 2, 4])]
 )
-def test_weights(tmp_path, options, weights, monkeypatch):
-    monkeypatch.setattr(schema, "BLOCK_BYTES", 64)  # several blocks of a tensor
+def test_weights(tmp_path, options, weights):
     models, paths = write(tmp_path)
     done = average_checkpoints(paths, tmp_path / "mean.h5", **options)
     assert done.step == 20 and done.weights == tuple(w / sum(weights) for w in weights)

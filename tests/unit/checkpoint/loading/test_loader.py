@@ -194,7 +194,8 @@ def test_missing_unexpected_and_differing_tensors_are_listed_and_nothing_changes
     with pytest.raises(CheckpointMismatchError) as caught:
         checkpoint.load(path, model=model, optimizer=optimizer)
     first, *lines = str(caught.value).split("\n")
-    assert first == f"{path}: the checkpoint belongs to another model"
+    renaming = "did you mean rename={'old.*': 'new.*'} (names in the file: names in the model)?"
+    assert first == f"{path}: the checkpoint belongs to another model; {renaming}"
     assert sorted(lines) == [
         "  differing: kind is [2] float64 in the file, [2] float32 in the model",
         "  differing: wide.weight is [3, 2] float32 in the file, [2, 3] float32 in the model",

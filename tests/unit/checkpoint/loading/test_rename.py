@@ -49,7 +49,11 @@ def moments(optimizer):
 
 @pytest.mark.parametrize(
     "rename",
-    [{"backbone.*": "encoder.*"}, {"x.*": "y.*", "backbone.*": "encoder.*"}, lambda n: n.replace("backbone", "encoder")],
+    [
+        {"backbone.*": "encoder.*"},
+        {"x.*": "y.*", "backbone.*": "encoder.*"},
+        lambda n: n.replace("backbone", "encoder"),
+    ],
 )
 def test_a_model_and_its_optimizer_get_other_names(saved, rename):
     path, model, optimizer = saved
@@ -110,12 +114,13 @@ def test_states_of_modules_are_renamed_too(tmp_path):
 
 def test_two_names_must_not_become_one(saved):
     path, _, _ = saved
-    with pytest.raises(CheckpointError, match="rename= gives .* of the file one name, 'x'"):
+    with pytest.raises(CheckpointError, match=r"rename= gives .* of the file one name, 'x'"):
         checkpoint.load(path, model=Named("encoder", trunk()), rename=lambda name: "x")
 
 
 @pytest.mark.parametrize(
-    ("rename", "error"), [("a", TypeError), ({"a": 1}, TypeError), ({"a.*": "b"}, ValueError), ({"*.*": "*"}, ValueError)]
+    ("rename", "error"),
+    [("a", TypeError), ({"a": 1}, TypeError), ({"a.*": "b"}, ValueError), ({"*.*": "*"}, ValueError)],
 )
 def test_wrong_patterns(saved, rename, error):
     with pytest.raises(error, match="rename="):
@@ -131,7 +136,7 @@ def test_patterns():
 def test_values_are_cast_when_the_program_asks(saved, dtype):
     path, model, _ = saved
     other = Named("backbone", trunk()).to(dtype)
-    with pytest.raises(CheckpointMismatchError, match="differing: backbone.0.weight is"):
+    with pytest.raises(CheckpointMismatchError, match=r"differing: backbone\.0\.weight is"):
         checkpoint.load(path, model=other)
     checkpoint.load(path, model=other, cast=True)
     assert torch.equal(other.backbone[0].weight, model.backbone[0].weight.to(dtype))
