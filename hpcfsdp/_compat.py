@@ -683,16 +683,27 @@ class _Refusal:
         raise self._make_error()
 
 
-def show_state(module: nn.Module, state: Any) -> None:
-    """Have functions that read the state of torch's ``fully_shard`` of a module read `state`."""
+def show_state(fully_shard: Callable[..., Any], module: nn.Module, state: Any) -> None:
+    """Have functions that read the state of torch's `fully_shard` of a module read `state`."""
     from torch.distributed._composable.contract import STATE_KEY
-    from torch.distributed.fsdp import fully_shard
 
     module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fully_shard)] = state
 
 
 root_mesh: Callable[[Any], Any] = operator.methodcaller("_get_root_mesh")
 """The mesh that a mesh was sliced from, or the mesh itself."""
+
+
+def flattened(mesh: Any, name: str) -> Any:
+    """Return a mesh as one dimension; collective over it the first time."""
+    return mesh._flatten(name)
+
+
+def joined_meshes(meshes: Sequence[Any]) -> Any:
+    """Return one mesh with the dimensions of slices of a mesh, in their order."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh._concatenate(list(meshes))
 
 
 def group_of_mesh(mesh: Any) -> dist.ProcessGroup:

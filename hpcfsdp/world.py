@@ -210,7 +210,7 @@ def init(
         store, address = rendezvous.open_store(comm, single_node=job.topology.num_nodes == 1, timeout_s=timeout_s)
         if lost.current is not None:
             store = WatchedStore(store)
-        job.export(topology, address, store.port, local_rank if topology == job.topology else None)
+        job.export(topology, (address, store.port), local_rank if topology == job.topology else None)
         _make_group(store, backend, chosen, timeout_s, topology if backend == hpcmpi.NAME else None)
         departure.catch_errors(comm)  # again: the hook of torch holds output back until ours returns
     elif backend is not None and backend != dist.get_backend():

@@ -24,9 +24,11 @@ from hpcfsdp.units.flat_unit import unit_of
 from hpcfsdp.units.groups import resolve_mesh, with_dtensors
 from hpcfsdp.units.keepers import ReshardChoice, check_choice
 from hpcfsdp.units.optimizer_check import watch_optimizers
+from hpcfsdp.units.spmd import take_local
 from hpcfsdp.units.unit_mesh import UnitMesh
 
 Modules = TypeVar("Modules", bound=nn.Module | Sequence[nn.Module])
+_STOCK = stock.fully_shard
 _NO_MIXED_PRECISION, _NO_OFFLOAD = stock.MixedPrecisionPolicy(), stock.OffloadPolicy()
 
 
@@ -40,7 +42,7 @@ def fully_shard(
     mp_policy: stock.MixedPrecisionPolicy = _NO_MIXED_PRECISION,
     offload_policy: stock.OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: stock.DataParallelMeshDims | None = None,
     comm_options: CommOptions | None = None,
 ) -> Modules:
     """Shard the parameters of a module in place, as torch's function does. Collective over the ranks of `mesh`.
@@ -63,7 +65,8 @@ def fully_shard(
         mp_policy: the dtypes to compute in, to reduce gradients in, and of outputs.
         offload_policy: ``CPUOffloadPolicy`` keeps shards and their gradients in host memory.
         ignored_params: parameters that are not sharded.
-        dp_mesh_dims: not supported.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``: the dimensions of `mesh` to shard and to replicate over, several
+            as one. All parameters are ``DTensor``s on `mesh`, replicated along these, and modules compute with such.
         comm_options: how ranks communicate on an accelerator, see ``CommOptions``; torch has no such argument.
 
     Returns:
@@ -74,7 +77,8 @@ def fully_shard(
             or is tied to one of another unit; an argument does not fit the mesh; the backend of `mesh` lacks an option
             of `comm_options`.
         ShardingError: DTensors that `shard_placement_fn` sends nowhere else are on ranks of `mesh`.
-        NotImplementedError: `dp_mesh_dims` is given.
+        NotImplementedError: `dp_mesh_dims` has no dimension to shard over, or a parameter is of a subclass without
+            gather hooks.
     """
     modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
@@ -88,6 +92,9 @@ def fully_shard(
         _check_module(each)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
+    ignored = replicated_in(nn.ModuleList(modules), ignored_params or ())
+    if dp_mesh_dims is not None:
+        mesh = take_local(modules, mesh, dp_mesh_dims, ignored.params)
     if mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard takes a mesh of one dimension, or of two (replicate, shard), not {mesh.ndim}: pass a slice "
@@ -99,11 +106,6 @@ def fully_shard(
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {mp_policy!r}")
     if not isinstance(offload_policy, stock.OffloadPolicy):
         raise TypeError(f"offload_policy must be an OffloadPolicy, not {offload_policy!r}")
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(
-            "dp_mesh_dims is not supported: pass the data-parallel dimensions of the mesh as mesh=, such as "
-            "mesh['replicate', 'shard'], with DTensors on its other dimensions alone"
-        )
     shard_modules(
         modules,
         resolve_mesh(None, mesh, _strategy(mesh)),
@@ -112,7 +114,7 @@ def fully_shard(
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         comm_options=comm_options,
-        ignored=replicated_in(nn.ModuleList(modules), ignored_params or ()),
+        ignored=ignored,
     )
     return module
 
@@ -178,7 +180,7 @@ def shard_modules(
     for each in modules:
         each.__dict__[own.UNIT] = unit
         each.__class__ = extended_class(type(each))  # type: ignore[arg-type]  # mypy looks at __hash__ of instances
-        _compat.show_state(each, FullyShardState(each))
+        _compat.show_state(_STOCK, each, FullyShardState(each))
         own.label_modules(each, ignored.modules)
     unit.add_state_hooks()
     unit.refresh()

@@ -37,13 +37,16 @@ class Job:
     comm: MPI.Intracomm  # over all of them, for messages while groups are created
     topology: Topology
 
-    def export(self, topology: Topology, address: str, port: int, local_rank: int | None = None) -> None:
+    def export(self, topology: Topology, store: tuple[str, int] | None = None, local_rank: int | None = None) -> None:
         """Set the variables that give third-party code its rank, in `topology`, and the store, where they are unset.
 
-        `local_rank` is by default the place of this rank on its node in `topology`.
+        The store has an address and a port. `local_rank` is by default the
+        place of this rank on its node.
         """
         rank, neighbours = self.comm.rank, topology.node_of(self.comm.rank)
-        values = {"RANK": rank, "WORLD_SIZE": topology.size, "MASTER_ADDR": address, "MASTER_PORT": port}
+        values: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": topology.size}
+        if store is not None:
+            values |= dict(zip(("MASTER_ADDR", "MASTER_PORT"), store, strict=True))
         place = neighbours.index(rank) if local_rank is None else local_rank
         values |= {"LOCAL_RANK": place, "LOCAL_WORLD_SIZE": len(neighbours)}
         env.export_rendezvous({name: str(value) for name, value in values.items()})

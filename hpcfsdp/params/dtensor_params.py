@@ -346,6 +346,10 @@ class DTensorParams(ShardedParams):
         for param, leaf in self._others:
             param.register(leaf)
 
+    def in_graph(self, index: int) -> torch.Tensor:
+        """Return what a module computes with of a parameter, part of a graph. Only while it is bound."""
+        return self.leaves[index]
+
     def unbind(self) -> None:
         self.is_unsharded = False
         if self._lends:

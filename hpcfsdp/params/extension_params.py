@@ -186,6 +186,9 @@ class ExtensionParams(DTensorParams):
         mine = segment(self._gathered, comm)
         for each, tensor in zip(itertools.chain(*self._sent), given, strict=True):
             _write(mine[each.begin : each.end], tensor, each)
+        if self._own_gather is not None:
+            self._gathered.copy_(self._own_gather(mine.clone()))
+            return None
         if comm.size == 1:
             return None
         comm.announce_gather(self._gathered)

@@ -6,7 +6,7 @@ import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,11 +34,12 @@ from hpcfsdp.params.storage import nothing_of
 from hpcfsdp.reshard.dtensor_ops import complete_operations_on
 from hpcfsdp.reshard.sharded_tensors import Placed, as_dtensor
 from hpcfsdp.units.build import chunk_numel, comms_for, dtypes_for, shares_memory
-from hpcfsdp.units.flat_unit import ModelUnit, TensorView
+from hpcfsdp.units.flat_unit import ModelUnit
 from hpcfsdp.units.guard import UnitHooks
 from hpcfsdp.units.materialize import MetaTensor, refuse_uninitialised
 from hpcfsdp.units.own import UNIT, OwnParam, UnitOptions, label, label_replaced, parts_of, retire
 from hpcfsdp.units.same_model import check_same_model
+from hpcfsdp.units.spmd import SpmdPlaced, spmd_placed
 from hpcfsdp.units.unit_mesh import UnitMesh, rank_names
 
 
@@ -55,6 +56,7 @@ class OwnDTensor:
     param: DTensorParam
     has_hooks: bool = False  # whether its rows say how they are gathered
     inner: Sequence[InnerTensor] = ()  # of a subclass: what it holds
+    spmd: SpmdPlaced | None = None  # where it is on a mesh with data-parallel dimensions
 
     @property
     def numel(self) -> int:
@@ -69,8 +71,14 @@ class OwnDTensor:
             return None
         return Placed(self.mesh.tensor_mesh, block.placements, torch.Size(block.shape), block.stride)
 
-    def as_whole_out(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a value of the block as torch's gather hooks get it to write it again: the object in a ``DTensor``."""
+    def dressed(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that modules compute with, of what this rank has of it."""
+        if self.spmd is not None:
+            return self.spmd.of(value)
+        return value if self.placed is None else as_dtensor(value, self.placed)
+
+    def as_out(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a value as torch's gather hooks get it to write it again: the object itself, in a ``DTensor``."""
         if self.placed is None:
             return value
         made = _compat.dtensor(value, *self.placed)
@@ -79,25 +87,21 @@ class OwnDTensor:
 
 
 @dataclass
-class ExtensionView:
-    """What the hooks of a parameter have gathered, which modules hold instead of its leaf while they compute."""
+class ShownParam:
+    """What modules hold instead of a leaf while they compute: a ``DTensor``, or what gather hooks have made."""
 
-    params: ExtensionParams
-    index: int
-    places: Sequence[tuple[nn.Module, str]]
-    placed: Placed | None  # of the tensor-parallel parameter of which this is a block
+    own: OwnDTensor
+    value: Callable[[], torch.Tensor]  # of this rank
 
     def show(self) -> None:
         """Not collective. Have modules hold a new tensor in each call, since it is part of the graph."""
-        view = self.params.in_graph(self.index)
-        if self.placed is not None:
-            view = as_dtensor(view, self.placed)
-        for module, name in self.places:
+        view = self.own.dressed(self.value())
+        for module, name in self.own.param.places:
             module.__dict__[name] = view  # found before registered parameters
 
     def hide(self) -> None:
-        """Have modules hold the rows."""
-        for module, name in self.places:
+        """Have modules hold what they register."""
+        for module, name in self.own.param.places:
             module.__dict__.pop(name, None)
 
 
@@ -223,21 +227,18 @@ class DTensorUnit(ModelUnit):
             kwargs |= {"device": self.device, "pin_memory": self.options.pin_memory, "gather": self.gather}
             made = [each.param for each in group]
             if group[0].has_hooks:
-                as_out = [each.as_whole_out for each in group]
+                as_out = [each.as_out for each in group]
                 arguments = HookArguments(mesh.shard_mesh(), self.mp_policy, as_out)
                 sharded_params.append(ExtensionParams(made, layout, gathers, arguments=arguments, **kwargs))
             else:
                 sharded_params.append(DTensorParams(made, layout, gathers, **kwargs))
         self.hold(sharded_params)
-        views: list[TensorView | ExtensionView] = [
-            TensorView(each.param.leaf, each.block, each.mesh.tensor_mesh, list(each.param.places), is_registered=True)
-            for each in self.own
-            if each.block is not None and not each.has_hooks
-        ]
-        placed = {id(each.param): each.placed for each in self.own}
+        by_param = {id(each.param): each for each in self.own if each.param.is_shown_elsewhere}
+        views = []
         for flat in sharded_params:
-            if isinstance(flat, ExtensionParams):
-                views += [ExtensionView(flat, i, each.places, placed[id(each)]) for i, each in enumerate(flat.params)]
+            for index, param in enumerate(flat.params):
+                if (shown := by_param.get(id(param))) is not None:
+                    views.append(ShownParam(shown, functools.partial(flat.in_graph, index)))
         self.views = tuple(views)
         self.is_stale = False
 
@@ -258,7 +259,7 @@ class DTensorUnit(ModelUnit):
         for each in self.own:
             local, apart = each.param.local, each.dim > 0 and shares_memory(each.mesh)
             each.has_hooks = has_gather_hooks(local)
-            each.param.is_shown_elsewhere = each.has_hooks or each.block is not None
+            each.param.is_shown_elsewhere = each.has_hooks or each.block is not None or each.spmd is not None
             key = id(each.mesh), local.dtype, local.device, each.param.sharded.requires_grad, apart, each.has_hooks
             found.setdefault(key, []).append(each)
         for group in found.values():
@@ -373,7 +374,9 @@ def shard_param(entry: OwnParam, mesh: UnitMesh, dim: int, options: UnitOptions)
     label(leaf, entry.fqn, of_whole, hidden=True)  # an optimizer may hold it
     param = DTensorParam(sharded, leaf, entry.places, is_shown_elsewhere=entry.block is not None)
     param.register(sharded)
-    return OwnDTensor(entry.fqn, entry.aliases, shape, dim, entry.block, mesh, param, inner=inner)
+    return OwnDTensor(
+        entry.fqn, entry.aliases, shape, dim, entry.block, mesh, param, inner=inner, spmd=spmd_placed(entry.given)
+    )
 
 
 def _plain_rows(whole: torch.Tensor, dim: int, ranks: Communicator, home: torch.device) -> torch.Tensor:

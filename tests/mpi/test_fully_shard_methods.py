@@ -700,7 +700,7 @@ def test_lists_with_modules_inside_of_others(world, row_meshes):
             ValueError,
             r"which has 2 dimension\(s\)",
         ),
-        (lambda: ours.fully_shard(nn.Linear(2, 2), dp_mesh_dims=object()), NotImplementedError, "dp_mesh_dims"),
+        (lambda: ours.fully_shard(nn.Linear(2, 2), dp_mesh_dims=object()), TypeError, "dp_mesh_dims"),
         (lambda: copy.copy(ours.fully_shard(nn.Linear(2, 2))), EngineError, "cannot be pickled"),
         (lambda: pickle.dumps(ours.fully_shard(nn.Linear(2, 2))), EngineError, "cannot be pickled"),
         (lambda: ours.share_comm_ctx([nn.Linear(2, 2)]), ValueError, "a Linear: shard it"),

@@ -33,7 +33,7 @@ LAYERS = [
     {"fsdp", "fsdp2", "optim", "state_dict", "wrap"},
     {"checkpoint"},
     {"observe"},
-    {"doctor", "examples", "integrations", "report"},
+    {"doctor", "examples", "integrations", "report", "run"},
     {"plan"},
     {"bench"},
     {"cli"},

@@ -57,7 +57,7 @@ def _rendezvous(url: str, timeout: datetime.timedelta | None = None, **_: Any) -
             )
     seconds = DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
     store, address = rendezvous.open_store(job.comm, single_node=job.topology.num_nodes == 1, timeout_s=seconds)
-    job.export(job.topology, address, store.port)
+    job.export(job.topology, (address, store.port))
     yield store, job.comm.rank, job.comm.size
     raise LaunchError(
         "init_method='mpi://' gives the ranks of an MPI job once, and lost ranks cannot join it again: start a new job"
