@@ -45,6 +45,9 @@ _PLACES = {
 """Where a program finds torch's FSDP, and what is there instead. Our classes derive from torch's ``FSDPModule``."""
 
 
+_OWN_RENDEZVOUS = (None, "env://", "mpi://")
+
+
 def put_in_place() -> None:
     """Not collective. Give hpcfsdp's functions and classes the names of torch's, for what is imported from now on."""
     import torch.distributed as dist
@@ -70,18 +73,18 @@ def _init(
     world_size: int = -1,
     rank: int = -1,
     store: Any = None,
-    group_name: str = "",
-    pg_options: Any = None,
-    device_id: Any = None,
+    **others: Any,
 ) -> None:
-    """Do as torch's ``init_process_group``, by ``hpcfsdp.init``. Collective over all processes of the job."""
+    """Do as torch's ``init_process_group``, by ``hpcfsdp.init``. Collective over all processes of the job.
+
+    A group that is not one of all processes with the job's own rendezvous is made by torch.
+    """
     import torch.distributed as dist
 
     import hpcfsdp
 
-    if dist.is_initialized() or store is not None or init_method not in (None, "env://", "mpi://"):
-        given = {"init_method": init_method, "timeout": timeout, "store": store, "group_name": group_name}
-        stock(backend, world_size=world_size, rank=rank, pg_options=pg_options, device_id=device_id, **given)
+    if dist.is_initialized() or store is not None or others.get("_ranks") or init_method not in _OWN_RENDEZVOUS:
+        stock(backend, init_method, timeout, world_size, rank, store, **others)
         return
     comm = current_job().comm
     for name, value, real in (("rank", rank, comm.rank), ("world_size", world_size, comm.size)):
