@@ -24,6 +24,7 @@ from typing import Any
 
 from hpcfsdp.errors import LaunchError
 from hpcfsdp.launch.job import DEFAULT_TIMEOUT_S, current_job
+from hpcfsdp.world import current_world, finalize, init
 
 _TORCHS = (
     "torch.distributed.checkpoint.state_dict",
@@ -81,8 +82,6 @@ def _init(
     """
     import torch.distributed as dist
 
-    import hpcfsdp
-
     if dist.is_initialized() or store is not None or others.get("_ranks") or init_method not in _OWN_RENDEZVOUS:
         stock(backend, init_method, timeout, world_size, rank, store, **others)
         return
@@ -97,20 +96,17 @@ def _init(
     on_cpu = kind in ("gloo", "mpi", "hpcmpi")
     seconds = DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
     alone = kind if kind and not on_cpu and ":" not in kind else None  # a backend of devices, which must be there
-    hpcfsdp.init("cpu" if on_cpu else None, backend=alone, timeout_s=seconds)
+    init("cpu" if on_cpu else None, backend=alone, timeout_s=seconds)
 
 
 def _destroy(stock: Callable[..., None], group: Any = None) -> None:
     """Do as torch's ``destroy_process_group``; of the default group by ``hpcfsdp.finalize``. Collective likewise."""
     import torch.distributed as dist
 
-    import hpcfsdp
-    from hpcfsdp.world import current_world
-
     if group not in (None, dist.group.WORLD) or current_world() is None:
         stock(group)
     else:
-        hpcfsdp.finalize()
+        finalize()
 
 
 def _parse(arguments: Sequence[str]) -> tuple[bool, str, list[str]]:
@@ -134,9 +130,6 @@ def main(arguments: Sequence[str]) -> None:
     job = current_job()  # MPI before torch
     job.export(job.topology)
     put_in_place()
-    import hpcfsdp
-    from hpcfsdp.world import current_world
-
     sys.argv = [target, *rest]
     if is_module:
         sys.path[0] = os.getcwd()
@@ -146,7 +139,7 @@ def main(arguments: Sequence[str]) -> None:
             sys.path[0] = os.path.dirname(os.path.abspath(target))
         runpy.run_path(target, run_name="__main__")
     if current_world() is not None:
-        hpcfsdp.finalize()
+        finalize()
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def test_local_rank_may_be_the_number_of_a_device(monkeypatch, given, local_rank
         monkeypatch.delenv(name)
     monkeypatch.setattr(env, "_exported", {})
     topology = Topology.regular(2, 2)
-    job.Job(SimpleNamespace(rank=3), topology).export(topology, "n1", 7, given)
+    job.Job(SimpleNamespace(rank=3), topology).export(topology, ("n1", 7), given)
     assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["3", local_rank, "2"]
 
 
