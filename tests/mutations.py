@@ -39,6 +39,53 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
+    # Subclasses, pipelines, derivatives, meshes of all dimensions.
+    Fault(
+        "what one rank has sent becomes another's rows",
+        "params/extension_params.py",
+        "copy_(by_rank[",
+        "copy_(by_rank.flip(0)[",
+        "tests/mpi/test_gather_hooks.py",
+        2,
+    ),
+    Fault(
+        "a forward frees what a graph of derivatives computes with",
+        "engine/unit.py",
+        "keeps = keeps or self.is_in_graph or self.is_partly_called",
+        "keeps = keeps or self.is_partly_called",
+        "tests/mpi/test_second_derivatives.py",
+        2,
+    ),
+    Fault(
+        "a stage's gradients are never reduced",
+        "engine/root.py",
+        "if any(unit.owes_grads and not unit.keeps_back for unit in self.units):",
+        "if False:",
+        "tests/mpi/test_pipelines.py",
+        4,
+    ),
+    Fault(
+        "partial sums are added up before the engine adds them",
+        "units/spmd.py",
+        "there if dim in placed.data else here",
+        "here",
+        "tests/mpi/test_spmd.py",
+        4,
+    ),
+    Fault(
+        "state of the optimizer keeps the name of the file",
+        "checkpoint/loading/match.py",
+        "return self.in_model(parameter) + slash + key if slash else self.in_model(name)",
+        "return name if slash else self.in_model(name)",
+        "tests/unit/checkpoint/loading/test_rename.py",
+    ),
+    Fault(
+        "each checkpoint counts fully in an average",
+        "checkpoint/convert/average.py",
+        "total.add_(value.to(wide), alpha=share)",
+        "total.add_(value.to(wide))",
+        "tests/unit/checkpoint/convert/test_average.py",
+    ),
     # Parameters and their layouts.
     Fault(
         "a run begins elsewhere in memory",

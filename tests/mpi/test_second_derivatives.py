@@ -75,7 +75,16 @@ def several_forwards(model, x, target):
     return loss + (model(target) - before).square().mean()
 
 
-LOSSES = {each.__name__: each for each in (force_matching, penalty, equation, several_forwards)}
+def forwards_aside(model, x, target):
+    """Outputs that the loss does not contain, as for a metric, with gradients and without."""
+    loss = penalty(model, x, target)
+    model(target)
+    with torch.no_grad():
+        model(x)
+    return loss
+
+
+LOSSES = {each.__name__: each for each in (force_matching, penalty, equation, several_forwards, forwards_aside)}
 
 
 def build(kind=Energy, dtype=torch.float64):
