@@ -127,6 +127,10 @@ class FSDPModule(stock.FSDPModule):
         for unit in self._units(recurse, reshard_after_backward=reshard_after_backward):
             unit.reshard_after_backward = reshard_after_backward
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accept `async_op`, without effect: gathers run beside the computation where they can."""
+        _check_bool("async_op", async_op)
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Have the backward gather the module's parameters if `unshard_in_backward`; an embedding needs none there."""
         _check_bool("unshard_in_backward", unshard_in_backward)

@@ -29,8 +29,11 @@ _ALIGNMENT = 16  # bytes: of the widest dtype
 _Kind = tuple[tuple[int, ...], torch.dtype]
 
 
-def has_gather_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has both hooks, from its class or of its own. Raise ValueError if it has one of them."""
+def has_gather_hooks(tensor: torch.Tensor, *, or_later: bool = False) -> bool:
+    """Return whether a tensor has both hooks, from its class or of its own, or may get them later.
+
+    Raise ValueError if it has one of them.
+    """
     found = [hasattr(tensor, name) for name in _HOOKS]
     if any(found) and not all(found):
         has, lacks = _HOOKS if found[0] else reversed(_HOOKS)
@@ -38,7 +41,7 @@ def has_gather_hooks(tensor: torch.Tensor) -> bool:
             f"a {type(tensor).__module__}.{type(tensor).__qualname__} has {has} and no {lacks}: define both, as one "
             "makes what the other gathers"
         )
-    return all(found)
+    return all(found) or or_later
 
 
 @dataclass(frozen=True)

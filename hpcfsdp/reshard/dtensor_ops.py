@@ -42,7 +42,9 @@ def complete_operations_on(mesh: DeviceMesh) -> None:
 
 
 def _is_ours(tensor: Any) -> bool:
-    return isinstance(tensor, DTensor) and tensor.device_mesh in _meshes and is_sharded(tensor) and not tensor.is_meta
+    if not isinstance(tensor, DTensor) or tensor.device_mesh not in _meshes or tensor.is_meta:
+        return False
+    return is_sharded(tensor) and type(_compat.local_of(tensor)) is torch.Tensor  # a subclass computes by itself
 
 
 def _whole_like(tensor: DTensor) -> torch.Tensor:

@@ -37,7 +37,16 @@ from hpcfsdp.units.build import chunk_numel, comms_for, dtypes_for, shares_memor
 from hpcfsdp.units.flat_unit import ModelUnit
 from hpcfsdp.units.guard import UnitHooks
 from hpcfsdp.units.materialize import MetaTensor, refuse_uninitialised
-from hpcfsdp.units.own import UNIT, OwnParam, UnitOptions, label, label_replaced, parts_of, retire
+from hpcfsdp.units.own import (
+    UNIT,
+    OwnParam,
+    UnitOptions,
+    label,
+    label_replaced,
+    parts_of,
+    refuse_subclass,
+    retire,
+)
 from hpcfsdp.units.same_model import check_same_model
 from hpcfsdp.units.spmd import SpmdPlaced, spmd_placed
 from hpcfsdp.units.unit_mesh import UnitMesh, rank_names
@@ -62,6 +71,12 @@ class OwnDTensor:
     def numel(self) -> int:
         """The number of elements, of the largest block: the same on all ranks."""
         return math.prod(self.shape) if self.block is None else self.block.largest_numel
+
+    @property
+    def lacks_hooks(self) -> bool:
+        """Whether its rows are of a subclass, and do not say how they are gathered."""
+        local = self.param.local
+        return type(local) is not torch.Tensor and not has_gather_hooks(local)
 
     @property
     def placed(self) -> Placed | None:
@@ -177,7 +192,7 @@ class DTensorUnit(ModelUnit):
     def refresh(self) -> None:
         """``prepare`` it, unless a parameter has no memory yet. Collective over its ranks, unless it ``fits``."""
         # A program may keep a state dict: it stays that of the model as long as the rows stay where they are.
-        if not self.fits() and not any(each.param.local.is_meta for each in self.own):
+        if not self.fits() and not any(each.param.local.is_meta or each.lacks_hooks for each in self.own):
             self.prepare()
 
     def choose(self, **options: Any) -> None:
@@ -196,6 +211,9 @@ class DTensorUnit(ModelUnit):
 
     def get_ready(self) -> None:
         """``prepare`` it. Refuse parameters without values, the first time after the meta device."""
+        for each in self.own:  # alike on all ranks
+            if each.lacks_hooks and not each.param.local.is_meta:
+                refuse_subclass(each.param.local, f"the parameter {each.fqn!r}")
         # The program may have given hooks to rows since they were made.
         self.is_stale |= any(has_gather_hooks(each.param.local) is not each.has_hooks for each in self.own)
         self.prepare()

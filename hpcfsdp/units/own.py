@@ -249,7 +249,7 @@ def own_params(
         options: those of the unit. Parameters of modules that stay in full precision are not grouped with others.
         mesh: the ranks of the unit; needed for the blocks of DTensors.
         others: those of parameters that are sharded over other ranks.
-        takes_hooks: whether parameters may say themselves how they are gathered.
+        takes_hooks: whether parameters may say themselves how they are gathered, if not now, then when they are.
     """
     ignored, full_precision = options.ignored, options.full_precision
     found: dict[nn.Parameter, OwnParam] = {}
@@ -272,8 +272,9 @@ def own_params(
                 )
             is_apart[param] = is_apart.get(param, False) or isinstance(module, full_precision)
             if param not in found:
-                if not (takes_hooks and has_gather_hooks(_compat.local_of(param))):
-                    _refuse_subclass(param, f"the parameter {prefix + name!r}", module)
+                refuse_lazy(param, f"the parameter {prefix + name!r}", module)
+                if not (takes_hooks and has_gather_hooks(_compat.local_of(param), or_later=True)):
+                    refuse_subclass(param, f"the parameter {prefix + name!r}")
                 found[param] = _own_param(param, prefix + name, len(found), others.get(param, mesh))
                 found[param].counted_fqn = counted + name
             entry = found[param]
@@ -283,7 +284,8 @@ def own_params(
                 entry.places.append((module, name))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer not in ignored.buffers:
-                _refuse_subclass(buffer, f"the buffer {prefix + name!r}", module)
+                refuse_lazy(buffer, f"the buffer {prefix + name!r}", module)
+                refuse_subclass(buffer, f"the buffer {prefix + name!r}")
                 buffers.setdefault(buffer, prefix + name)
         number = 0
         for name, child in module._modules.items():
@@ -357,12 +359,16 @@ def _own_param(param: nn.Parameter, fqn: str, index: int, mesh: UnitMesh | None)
     return OwnParam(leaf, fqn, [], index=index, block=block, whole=param)
 
 
-def _refuse_subclass(tensor: torch.Tensor, what: str, module: nn.Module) -> None:
-    """Refuse a tensor that computes, or keeps its values, in a way of its own, or has no shape."""
+def refuse_lazy(tensor: torch.Tensor, what: str, module: nn.Module) -> None:
+    """Refuse a tensor that has no shape."""
     if isinstance(tensor, UninitializedParameter):
         raise ValueError(
             f"{what} of a lazy {type(module).__name__} has no shape yet: run a forward of the module before wrapping it"
         )
+
+
+def refuse_subclass(tensor: torch.Tensor, what: str) -> None:
+    """Refuse a tensor that computes, or keeps its values, in a way of its own."""
     kind, plain = type(_compat.local_of(tensor)), nn.Parameter
     only_named = issubclass(kind, plain) and all(
         getattr(kind, name) is getattr(plain, name) for name in ("__torch_function__", "__torch_dispatch__")

@@ -249,8 +249,9 @@ def test_half_of_a_pair_of_hooks_and_none(world):
     with pytest.raises(ValueError, match="has fsdp_pre_all_gather and no fsdp_post_all_gather"):
         ours.fully_shard(model)
     model.weight = nn.Parameter(Wrapped(model.weight.values.detach()))
+    ours.fully_shard(model)  # the rows may still get hooks
     with pytest.raises(NotImplementedError, match=r"'weight' is a .*Wrapped, a subclass.*fsdp_pre_all_gather"):
-        ours.fully_shard(model)
+        model(torch.zeros(1, 4))
 
 
 @pytest.mark.ranks(2)
@@ -283,3 +284,49 @@ def test_files_have_what_the_tensors_hold_at_any_number_of_ranks(world, shared_p
         checkpoint.load(path, model=other, optimizer=torch.optim.AdamW(other[0].parameters()))
         assert torch.equal(other(x), expected)
         assert isinstance(other[1].weight.to_local(), Codes)
+
+
+@pytest.mark.parametrize("start", ["meta", "values"])
+def test_a_subclass_gets_its_hooks_after_it_was_sharded(world, row_meshes, start):
+    """As torch's own tests have it: of the class without hooks, in the first forward with those of each tensor."""
+
+    def before(self, mesh):
+        return (self.values.float(),), None
+
+    def after(self, outputs, metadata, dtype, *, out=None):
+        (whole,) = outputs
+        if out is None:
+            made = whole.to(dtype)
+            return made, (made,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(whole.as_strided(out.shape, out.stride()))
+
+    def program(fsdp, mesh):
+        torch.manual_seed(0)
+        with torch.device("meta" if start == "meta" else "cpu"):
+            model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 6)).double()
+            for each in model:
+                each.weight = nn.Parameter(Wrapped(each.weight.detach()))
+        for each in model:
+            fsdp.fully_shard(each, mesh=mesh)
+        fsdp.fully_shard(model, mesh=mesh)
+        if start == "meta":
+            model.to_empty(device="cpu")
+            for param in model.parameters():
+                local = _compat.local_of(param.detach())
+                values = local.values if isinstance(local, Wrapped) else local
+                values.copy_(torch.linspace(-1, 1, local.numel()).view(local.shape))
+        for each in model:
+            local = each.weight._local_tensor
+            local.fsdp_pre_all_gather = types.MethodType(before, local)
+            local.fsdp_post_all_gather = types.MethodType(after, local)
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for _ in range(3):
+            loss = model(torch.linspace(-1, 1, 16).double().view(2, 8) + world.rank).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    same(program, row_meshes["torch"])

@@ -62,7 +62,7 @@ def average_checkpoints(
     shares = _shares(len(sources), weights, decay)
     target = absolute(output)
     check_absent(target, force=force)
-    indexes = [open_index(absolute(source)) for source in sources]
+    indexes = [open_index(source) for source in sources]
     specs = [spec for path, spec in indexes[0].tensors.items() if path.startswith(MODEL)]
     if not specs:
         raise CheckpointMismatchError(f"{indexes[0].info.path}: holds no model")
@@ -86,7 +86,7 @@ def average_checkpoints(
             read,
             links=[(alias, path) for alias, path in links.items() if path in paths],
             step=indexes[-1].info.step,
-            extra={"averaged": [str(index.info.path) for index in indexes], "weights": list(shares), "of": state},
+            extra={"averaged": [str(absolute(index.info.path)) for index in indexes], "weights": list(shares), "of": state},
         )
     return Averaged(target, indexes[-1].info.step, len(specs), nbytes, shares)
 

@@ -24,6 +24,7 @@ FAILING = {
     "hang": (["none"], "usage", 2),
     "show": (["none.h5"], "missing", 1),
     "export": (["none.h5", "out.pt"], "missing", 1),
+    "average": (["none.h5", "-o", "out.h5"], "missing", 1),
     "import": (["none.xyz", "out.h5"], "checkpoint", 1),
     "stats": (["none.h5"], "missing", 1),
     "verify": ([], "usage", 2),
