@@ -92,6 +92,10 @@ def fully_shard(
         _check_module(each)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
+    if not isinstance(mp_policy, stock.MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {mp_policy!r}")
+    if not isinstance(offload_policy, stock.OffloadPolicy):
+        raise TypeError(f"offload_policy must be an OffloadPolicy, not {offload_policy!r}")
     ignored = replicated_in(nn.ModuleList(modules), ignored_params or ())
     if dp_mesh_dims is not None:
         mesh = take_local(modules, mesh, dp_mesh_dims, ignored.params)
@@ -102,10 +106,6 @@ def fully_shard(
         )
     if mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ValueError("a mesh of two dimensions needs names: make it with mesh_dim_names=('replicate', 'shard')")
-    if not isinstance(mp_policy, stock.MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {mp_policy!r}")
-    if not isinstance(offload_policy, stock.OffloadPolicy):
-        raise TypeError(f"offload_policy must be an OffloadPolicy, not {offload_policy!r}")
     shard_modules(
         modules,
         resolve_mesh(None, mesh, _strategy(mesh)),

@@ -86,7 +86,7 @@ def average_checkpoints(
             read,
             links=[(alias, path) for alias, path in links.items() if path in paths],
             step=indexes[-1].info.step,
-            extra={"averaged": [str(absolute(index.info.path)) for index in indexes], "weights": list(shares), "of": state},
+            extra={"averaged": [str(absolute(each)) for each in sources], "weights": list(shares), "of": state},
         )
     return Averaged(target, indexes[-1].info.step, len(specs), nbytes, shares)
 
