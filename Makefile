@@ -123,7 +123,8 @@ test-mpi: $(STAMP)
 test-mpi-8: export OMP_NUM_THREADS := 1
 test-mpi-8: $(STAMP)
 	@echo "== MPI tests of three dimensions on 8 ranks"
-	timeout --kill-after=30 1200 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi/test_tensor_parallel*.py --with-mpi
+	timeout --kill-after=30 1200 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi/test_tensor_parallel*.py tests/mpi/test_pipelines.py \
+	  --with-mpi
 
 test-mpich: export OMP_NUM_THREADS := 1
 test-mpich: $(MPICH_STAMP)

@@ -539,10 +539,10 @@ def is_step_for_state() -> bool:
 
 def is_in_stage_backward() -> bool:
     """Return whether a stage of a pipeline has called the caller, for the gradients of its parameters."""
-    frame = sys._getframe(2)
-    return (
-        frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage" and frame.f_code.co_name == "<lambda>"
-    )
+    frame = sys._getframe(1).f_back
+    if frame is None or frame.f_code.co_name != "<lambda>":
+        return False
+    return frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage"
 
 
 class StockCall(NamedTuple):
