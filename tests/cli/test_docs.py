@@ -4,6 +4,7 @@ import ast
 import configparser
 import functools
 import importlib
+import inspect
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed.fsdp as stock_fsdp
 
 from hpcfsdp.cli.main import VERBS
 from tests.cli.conftest import ROOT
@@ -373,6 +375,21 @@ def test_names_on_the_page_about_those_of_torch_exist():
     assert len(names) > 120
     for name in names:
         resolve(name)
+
+
+def test_the_table_of_fully_shard_has_all_that_torch_has():
+    text = (ROOT / "docs/reference/fully-shard.md").read_text()
+    named = {name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    methods = {name for name, value in vars(stock_fsdp.FSDPModule).items() if not name.startswith("_")}
+    arguments = set(inspect.signature(stock_fsdp.fully_shard).parameters)
+    assert methods | arguments <= named
+    assert named - methods - arguments == {
+        "comm_options",
+        "register_fsdp_forward_method",
+        "share_comm_ctx",
+        "fsdp_pre_all_gather",
+        "fsdp_post_all_gather",
+    }
 
 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
