@@ -66,7 +66,7 @@ def fully_shard(
         offload_policy: ``CPUOffloadPolicy`` keeps shards and their gradients in host memory.
         ignored_params: parameters that are not sharded.
         dp_mesh_dims: torch's ``DataParallelMeshDims``: the dimensions of `mesh` to shard and to replicate over, several
-            as one. All parameters are ``DTensor``s on `mesh`, replicated along these, and modules compute with such.
+            as one. All parameters are DTensors on `mesh`, replicated along these, and modules compute with such.
         comm_options: how ranks communicate on an accelerator, see ``CommOptions``; torch has no such argument.
 
     Returns:
