@@ -61,18 +61,15 @@ class InnerTensor:
 def inner_tensors(whole: torch.Tensor, rows: torch.Tensor) -> list[InnerTensor]:
     """Return the tensors within a parameter of a subclass, of which a rank has `rows`. Empty if it does not show them.
 
-    Those that are neither alike, nor grow with the rows, nor stay the same are left out.
+    Whoever reads those that are cut has to see whether they grow with the rows.
     """
     found, parts = [], dict(_within(rows))
     for path, tensor in _within(whole):
         part = parts.get(path)
-        if part is None:
+        if part is None:  # a class may not keep what follows from the rest, such as a scale
             continue
         alike = tensor.shape == whole.shape and part.shape == rows.shape
-        grows = tensor.dim() > 0 and tensor.shape[1:] == part.shape[1:]
-        grows = grows and tensor.shape[0] * rows.shape[0] == part.shape[0] * whole.shape[0]
-        if alike or grows or tensor.shape == part.shape:
-            found.append(InnerTensor(path, tuple(tensor.shape), alike, alike or tensor.shape != part.shape))
+        found.append(InnerTensor(path, tuple(tensor.shape), alike, alike or tensor.shape != part.shape))
     return found
 
 

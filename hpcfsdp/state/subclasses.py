@@ -44,7 +44,8 @@ def _in_rows(
     tensor, rows = inner.of(own.param.local), own.param.local
     outer = describe(name, own.param.sharded, aliases)
     numel, whole = math.prod(inner.shape), math.prod(own.shape)
-    if own.dim or own.block is not None or outer.buffer is not None or tensor.numel() * whole != rows.numel() * numel:
+    grows = tensor.shape[1:] == inner.shape[1:] and tensor.numel() * whole == rows.numel() * numel
+    if own.dim or own.block is not None or outer.buffer is not None or not grows:
         raise CheckpointError(
             f"{name!r}: the {tuple(tensor.shape)} elements of this rank have no place in {inner.shape} of the whole "
             "parameter: convert the parameter (dequantize, for instance), or choose other tensors by names="

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import hpcfsdp.fsdp2 as ours
 from hpcfsdp import _compat, checkpoint
-from hpcfsdp.errors import EngineError
+from hpcfsdp.errors import CheckpointError, EngineError
 from tests.mpi.gathered_tensors import Codes, InHalves, Noted, Wrapped, inner
 from tests.mpi.row_cases import batches, make, same, train, whole
 
@@ -330,3 +330,23 @@ def test_a_subclass_gets_its_hooks_after_it_was_sharded(world, row_meshes, start
         return found
 
     same(program, row_meshes["torch"])
+
+
+class Squares(Codes):
+    """Holds something that does not grow with the rows: of n of them n x n."""
+
+    def __init__(self, codes, scales):
+        super().__init__(codes, scales)
+        self.table = torch.zeros(len(codes), len(codes))
+
+    def __tensor_flatten__(self):
+        return ["codes", "scales", "table"], None
+
+
+def test_a_file_is_refused_what_has_no_place_in_the_whole(world, shared_path):
+    model = nn.Linear(4, 4 * world.size).double()
+    codes = Codes.of(model.weight.detach())
+    model.weight = nn.Parameter(Squares(codes.codes, codes.scales), requires_grad=False)
+    ours.fully_shard(model)
+    with pytest.raises(CheckpointError, match=r"'weight\.table': .* have no place in"):
+        checkpoint.save(shared_path / "squares.h5", model=model)
