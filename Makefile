@@ -35,7 +35,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-unit test-mpi test-mpi-8 test-mpich test-mpio test-slurm test-programs test-report test-packages test-accelerator test-gpu bench gpu-report docs lint clean
+.PHONY: help train test test-slow test-unit test-mpi test-mpi-8 test-mpich test-mpio test-slurm test-programs test-conformance test-report test-packages test-accelerator test-gpu bench gpu-report docs lint clean
 
 help:
 	@echo 'make train      train a byte-level GPT with mpirun -n $(N); again: resume and go on'
@@ -48,6 +48,7 @@ help:
 	@echo 'make test-mpio  what depends on HDF5 with an h5py that has MPI: system Open MPI, parallel HDF5'
 	@echo 'make test-slurm tests on two nodes, with srun: a private SLURM on this machine'
 	@echo 'make test-programs  training with transformers, Lightning, peft and others, next to one process'
+	@echo 'make test-conformance  what torch'"'"'s own tests of fully_shard expect, of torch'"'"'s and of ours'
 	@echo 'make test-report  the page of hpcfsdp report in Chromium: a phone, a screen, paper; pictures in tests/report/screenshots'
 	@echo 'make test-accelerator  tests on a simulated accelerator: streams, memory and collectives as on a GPU'
 	@echo 'make test-slow  tests that take minutes: faults at every step, damage to every bit, 8 ranks, 20 preemptions'
@@ -155,6 +156,14 @@ test-programs: export OMP_NUM_THREADS := 1
 test-programs: $(PROGRAMS_STAMP)
 	@echo "== programs of other libraries on 2 ranks"
 	timeout --kill-after=30 1200 $(MPIRUN:.venv/%=.venv-programs/%) -n 2 $(PROGRAMS)/python -m pytest tests/programs --with-mpi
+	@$(MAKE) test-conformance
+
+test-conformance: export OMP_NUM_THREADS := 1
+test-conformance: $(STAMP)
+	@for n in 2 4; do \
+	  echo "== what torch's own tests of fully_shard expect, on $$n ranks"; \
+	  timeout --kill-after=30 1200 $(MPIRUN) -n $$n $(PY) -m pytest tests/conformance --with-mpi || exit 1; \
+	done
 
 test-accelerator: export OMP_NUM_THREADS := 1
 test-accelerator: $(STAMP)

@@ -1,0 +1,57 @@
+"""Models and loops of the conformance tests."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+class MLP(nn.Module):
+    """Two layers with a ReLU between them, of `dim` features in and out."""
+
+    def __init__(self, dim, *, bias=True, hidden=4):
+        super().__init__()
+        self.in_proj, self.out_proj = nn.Linear(dim, hidden * dim, bias=bias), nn.Linear(hidden * dim, dim, bias=bias)
+
+    def forward(self, x):
+        return torch.relu(self.out_proj(torch.relu(self.in_proj(x))))
+
+
+def whole(tensor):
+    """A tensor without its ranks. Collective for a ``DTensor``."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def data_of(rank, *shape, dtype=torch.float64):
+    """What one rank trains on; others have other values."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(42 + rank), dtype=dtype)
+
+
+def reference(model, world, loss_of, *, steps=3, lr=1e-2, **options):
+    """Losses of each step, and the parameters afterwards, of one process that trains on the data of all ranks.
+
+    Args:
+        model: a copy is trained, with Adam.
+        loss_of: ``loss_of(model, rank, step)``: the loss of one rank; gradients are the mean over ranks.
+
+    Returns:
+        The mean losses, and parameters by name.
+    """
+    model = copy.deepcopy(model)
+    optim = torch.optim.Adam(model.parameters(), lr=lr, **options)
+    losses = []
+    for step in range(steps):
+        loss = sum(loss_of(model, rank, step) for rank in range(world.size)) / world.size
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.detach())
+    return losses, dict(model.named_parameters())
+
+
+def close(found, expected, **tolerance):
+    """Assert equality of float64 results, sharded ones made whole. Collective for ``DTensor``s."""
+    torch.testing.assert_close(
+        whole(found).detach(), whole(expected).detach(), **{"rtol": 1e-9, "atol": 1e-12, **tolerance}
+    )
