@@ -1,10 +1,13 @@
 """Models and loops of the conformance tests."""
 
 import copy
+import functools
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 
 class MLP(nn.Module):
@@ -16,6 +19,27 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return torch.relu(self.out_proj(torch.relu(self.in_proj(x))))
+
+
+@functools.cache
+def mesh_of(**dims):
+    """A mesh with the sizes and names of `dims`, of all ranks."""
+    return init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+
+
+def tensor_parallel(stack, mesh):
+    """Give each rank of `mesh` a part of the features of each ``MLP``; a norm at the end gets parts of the sequence."""
+    mlps = [name for name, module in stack.named_children() if isinstance(module, MLP)]
+    has_norm = len(mlps) < len(stack)
+    plan = {str(len(mlps)): SequenceParallel(sequence_dim=1)} if has_norm else {}
+    for name in mlps:
+        is_last = name == mlps[-1]
+        layout = {"output_layouts": Shard(1)} if is_last and has_norm else {}
+        plan |= {
+            f"{name}.in_proj": ColwiseParallel(use_local_output=False),  # which keeps uneven parts apart
+            f"{name}.out_proj": RowwiseParallel(use_local_output=is_last, **layout),
+        }
+    return parallelize_module(stack, mesh, plan)
 
 
 def whole(tensor):
