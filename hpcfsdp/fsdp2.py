@@ -1,9 +1,9 @@
 """``fully_shard`` under the names of ``torch.distributed.fsdp``: switching is one import line.
 
-Policies are torch's own classes.
+Policies and ``DataParallelMeshDims`` are torch's own classes.
 """
 
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 from hpcfsdp.api.fsdp_module import FSDPModule, UnshardHandle
 from hpcfsdp.api.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
@@ -12,6 +12,7 @@ from hpcfsdp.comm.communicator import CommOptions
 __all__ = [
     "CPUOffloadPolicy",
     "CommOptions",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

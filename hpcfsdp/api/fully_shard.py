@@ -119,6 +119,9 @@ def fully_shard(
     return module
 
 
+fully_shard.state = _STOCK.state  # type: ignore[attr-defined]
+
+
 def shard_modules(
     modules: Sequence[nn.Module],
     mesh: UnitMesh,
