@@ -79,3 +79,9 @@ def close(found, expected, **tolerance):
     torch.testing.assert_close(
         whole(found).detach(), whole(expected).detach(), **{"rtol": 1e-9, "atol": 1e-12, **tolerance}
     )
+
+
+def attribute(model, name):
+    """What a module of `model` holds for a parameter or buffer: the whole tensor while its unit is unsharded."""
+    module, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(module), last)
