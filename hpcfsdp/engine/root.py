@@ -228,7 +228,7 @@ class Root:
             self._reshard(self.units)
         elif not torch.is_grad_enabled() and not self._is_transformed:
             self._reshard(self._left_over())
-        self._unbind(lends=torch.is_grad_enabled() or self._is_transformed)
+        self._unbind(self.units if self._is_transformed else self._called if torch.is_grad_enabled() else ())
         self.context.free_retired(keep=0)
         if broken:
             self._order.forget()
@@ -341,11 +341,11 @@ class Root:
             if unit.is_idle and unit.is_unsharded:
                 unit.reshard()
 
-    def _unbind(self, *, lends: bool = False) -> None:
-        """Have modules hold what an optimizer may step; if it `lends`, the program computes on until a backward."""
+    def _unbind(self, lent: Collection[Unit]) -> None:
+        """Have modules hold what an optimizer may step; the program computes on with those of the units `lent`."""
         for unit in self.units:
             if unit.unsharded_params.is_bound and not (unit.is_kept or unit.is_in_graph):
-                if lends and (unit in self._called or self._is_transformed):
+                if unit in lent:
                     unit.lend(stays=self._is_transformed)
                 else:
                     unit.unbind()
@@ -463,7 +463,7 @@ class Root:
             if self._offloads:
                 streams.wait(Stream.HOST, reduced, Wait.GRADS_LANDED)
         self._await_reads_by_gathers()
-        self._unbind()
+        self._unbind([unit for unit in self.units if not unit.reshard_after_backward])
         reduced = [unit for unit in self.units if unit.owes_grads and not unit.keeps_back]
         has_all = all(grad.has_all for unit in reduced for grad in unit.grads)
         self._store_grads(reduced, self._meet("end of the backward", flag=has_all))

@@ -120,7 +120,7 @@ def test_what_modules_hold_after_forward_and_backward(world, row_meshes, ours_on
         loss = model(third).square().mean()
         look()
         loss.backward()
-        assert fsdp is stock or trainable(model)
+        look()
         loss = model(first).square().mean()
         found.append(loss.detach())
         loss.backward()
