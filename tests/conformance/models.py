@@ -74,6 +74,20 @@ def reference(model, world, loss_of, *, steps=3, lr=1e-2, **options):
     return losses, dict(model.named_parameters())
 
 
+def check_training(model, world, loss_of, expected, **options):
+    """Train a sharded `model` on this rank's data, and expect what `reference` has found. Collective over all ranks."""
+    losses, params = expected
+    optim = torch.optim.Adam(model.parameters(), lr=1e-2, **options)
+    for step, mean in enumerate(losses):
+        loss = loss_of(model, world.rank, step)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        close(world.comm.allreduce(whole(loss.detach())) / world.size, mean)
+    for name, param in model.named_parameters():
+        close(param, params[name])
+
+
 def close(found, expected, **tolerance):
     """Assert equality of float64 results, sharded ones made whole. Collective for ``DTensor``s."""
     torch.testing.assert_close(

@@ -1,16 +1,13 @@
 """States and classes of sharded modules, ``ignored_params``, ``dp_mesh_dims``, and what is refused."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.conformance.models import MLP, close, data_of, reference, whole
+from tests.conformance.models import MLP, check_training, close, data_of, mesh_of, reference
 
 
 def test_each_unit_has_a_state(fsdp, mesh):
@@ -75,9 +72,6 @@ def test_ignored_parameters_within_distributed_data_parallel(fsdp, mesh, world):
 
 # dp_mesh_dims
 
-# ``DTensor``s keep the first of several equal meshes, and torch's function takes no other.
-one_mesh = functools.cache(init_device_mesh)
-
 
 def distribute(model, mesh, tp=None):
     """Put parameters on `mesh`, replicated but along its dimension `tp`."""
@@ -96,8 +90,9 @@ def beside(param):
     return Shard(1 if any(placement.is_shard(0) for placement in param.placements) else 0)
 
 
-def check_training(fsdp, world, shape, names, dims, **options):
-    tp = "tp" if "tp" in names else None
+def train(fsdp, world, mesh, **options):
+    """Train an ``MLP`` on `mesh`, compare it with one process, and return its parameters by name."""
+    tp = "tp" if "tp" in mesh.mesh_dim_names else None
 
     def loss_of(model, rank, step):
         x = data_of(rank // (2 if tp else 1) + 10 * step, 2, 8)
@@ -105,30 +100,18 @@ def check_training(fsdp, world, shape, names, dims, **options):
             x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return model(x).sum()
 
-    mesh = one_mesh("cpu", shape, mesh_dim_names=names)
     model = MLP(8).double()
-    losses, expected = reference(model, world, loss_of)
+    expected = reference(model, world, loss_of)
     distribute(model, mesh, tp)
-    place = beside if tp else None
-    dims = fsdp.DataParallelMeshDims(**dims)
-    fsdp.fully_shard(model, mesh=mesh, shard_placement_fn=place, dp_mesh_dims=dims, **options)
-    optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
-    for step, mean in enumerate(losses):
-        loss = loss_of(model, world.rank, step)
-        loss.backward()
-        optim.step()
-        optim.zero_grad(set_to_none=step % 2 == 0)
-        close(world.comm.allreduce(whole(loss.detach())) / world.size, mean)
-    for name, param in model.named_parameters():
-        close(param, expected[name])
-    return mesh, dict(model.named_parameters())
+    fsdp.fully_shard(model, mesh=mesh, shard_placement_fn=beside if tp else None, **options)
+    check_training(model, world, loss_of, expected, foreach=False)
+    return dict(model.named_parameters())
 
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_data_parallel_dimension(fsdp, world, reshard):
-    shape, dims = (world.size,), {"shard": "fsdp"}
-    mesh, params = check_training(fsdp, world, shape, ("fsdp",), dims, reshard_after_forward=reshard)
-    for param in params.values():
+    mesh, dims = mesh_of(fsdp=world.size), fsdp.DataParallelMeshDims(shard="fsdp")
+    for param in train(fsdp, world, mesh, dp_mesh_dims=dims, reshard_after_forward=reshard).values():
         assert (param.device_mesh, param.placements) == (mesh, (Shard(0),))
 
 
@@ -139,17 +122,16 @@ def test_data_parallel_dimension(fsdp, world, reshard):
     ids=["one and one", "shards over two", "replicas over two"],
 )
 def test_data_parallel_dimensions(fsdp, world, replicate, shard):
-    check_training(fsdp, world, (1, 2, 2), ("one", "a", "b"), {"replicate": replicate, "shard": shard})
+    dims = fsdp.DataParallelMeshDims(replicate=replicate, shard=shard)
+    train(fsdp, world, mesh_of(one=1, a=2, b=2), dp_mesh_dims=dims)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_data_parallel_dimensions_of_tensor_parallel_parameters(fsdp, world, reshard):
-    dims, options = {"replicate": "copies", "shard": "fsdp"}, {"reshard_after_forward": reshard}
-    if not reshard:
-        dims.pop("replicate")
-    shape, names = ((1, 2, 2), ("copies", "fsdp", "tp")) if reshard else ((2, 2), ("fsdp", "tp"))
-    mesh, params = check_training(fsdp, world, shape, names, dims, **options)
+    mesh = mesh_of(copies=1, fsdp=2, tp=2) if reshard else mesh_of(fsdp=2, tp=2)
+    dims = fsdp.DataParallelMeshDims(shard="fsdp", replicate="copies" if reshard else None)
+    params = train(fsdp, world, mesh, dp_mesh_dims=dims, reshard_after_forward=reshard)
     cuts = {name: param.placements[-2:] for name, param in params.items()}
     assert all(param.device_mesh == mesh for param in params.values())
     assert cuts == {
@@ -161,7 +143,7 @@ def test_data_parallel_dimensions_of_tensor_parallel_parameters(fsdp, world, res
 
 
 def test_data_parallel_dimensions_that_are_refused(fsdp, world):
-    mesh, other = (one_mesh("cpu", (world.size,), mesh_dim_names=(name,)) for name in ("fsdp", "other"))
+    mesh, other = mesh_of(fsdp=world.size), mesh_of(other=world.size)
     dims = fsdp.DataParallelMeshDims(shard="fsdp")
     cut = MLP(4)
     cut.in_proj.weight = nn.Parameter(distribute_tensor(cut.in_proj.weight, mesh, [Shard(0)]))
@@ -189,7 +171,7 @@ def test_zeros_for_unused_tensor_parallel_parameters(fsdp, world):
         def forward(self, x):
             return self.used.to_local().sum() * x
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    mesh = mesh_of(dp=2, ep=2)
     model = fsdp.fully_shard(Experts(mesh["ep"]), mesh=mesh["dp"])
     model.set_reduce_scatter_unused_params(True)
     model(torch.tensor(2.0)).backward()

@@ -6,26 +6,12 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.conformance.models import MLP, close, data_of, reference
+from tests.conformance.models import MLP, check_training, close, data_of, mesh_of, reference
 
 Pair = collections.namedtuple("Pair", "x y")
-
-
-def check_training(model, world, expected, loss_of):
-    """Train as `reference` has done, and compare."""
-    losses, params = expected
-    optim = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for step, mean in enumerate(losses):
-        loss = loss_of(model, world.rank, step)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        close(world.comm.allreduce(loss.detach()) / world.size, mean)
-    for name, param in model.named_parameters():
-        close(param, params[name])
 
 
 @pytest.mark.filterwarnings("ignore:no parameter of the unit")  # ours, of a unit without gradients
@@ -49,7 +35,7 @@ def test_parts_without_part_in_the_loss(fsdp, mesh, world, reshard, calls_both):
     units = (model.one, model) if calls_both else (model.one, model.other, model)
     for unit in units:
         fsdp.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
-    check_training(model, world, expected, loss_of)
+    check_training(model, world, loss_of, expected)
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict, Pair])
@@ -72,7 +58,7 @@ def test_activations_in_containers(fsdp, mesh, world, kind):
     expected = reference(model, world, loss_of)
     for unit in (*model, model):
         fsdp.fully_shard(unit, mesh=mesh)
-    check_training(model, world, expected, loss_of)
+    check_training(model, world, loss_of, expected)
 
 
 def loss_of_mlp(model, rank, step):
@@ -131,13 +117,52 @@ def test_scaled_gradients(fsdp, mesh, world, overflows):
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's, of the output of a tensor-parallel module
 @pytest.mark.parametrize("overflows", [False, True])
 def test_scaled_gradients_of_tensor_parallel_parameters(fsdp, world, overflows):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(dp=2, tp=2)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(2)))
     for pair in model:
         parallelize_module(pair, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         fsdp.fully_shard(pair, mesh=mesh["dp"])
     fsdp.fully_shard(model, mesh=mesh["dp"])
     check_scaler(model, world, torch.randn(4, 4), overflows)
+
+
+# Gradients that wait for their reduction
+
+
+def test_a_divide_factor_with_gradients_that_wait(fsdp, mesh, world):
+    model = fsdp.fully_shard(nn.Linear(1, 2, bias=False), mesh=mesh)
+    model.set_gradient_divide_factor(4)
+    for waits, total in ((False, 3.0), (True, 3.0), (False, 9.0)):
+        model.set_requires_gradient_sync(not waits)
+        model(torch.full((1, 1), 6.0)).sum().backward()
+        close(model.weight.grad, torch.full((2, 1), total))
+
+
+def test_reduced_gradients_stay_in_the_dtype_of_parameters(fsdp, mesh):
+    model = nn.Linear(1, 2, bias=False)
+    fsdp.fully_shard(model, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for syncs, value in ((True, 256), (False, 1), (True, -256)):
+        model.set_requires_gradient_sync(syncs)
+        model(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
+        assert model.weight.grad.dtype == torch.float32
+    close(model.weight.grad, torch.ones(2, 1))  # 257 has no place in 16 bits
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gradients_that_wait_on_ranks_and_within_shards(fsdp, world, dim):
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False)).double()
+    like = copy.deepcopy(model)
+    fsdp.fully_shard([*model], mesh=mesh_of(replicate=2, shard=2), shard_placement_fn=lambda param: Shard(dim))
+    fsdp.fully_shard(model, mesh=mesh_of(replicate=2, shard=2))
+    for step in range(4):
+        model.set_requires_gradient_sync(step != 2)
+        model.set_requires_all_reduce(step in (0, 3))
+        loss_of_mlp(model, world.rank, step).backward()
+        sum(loss_of_mlp(like, rank, step) for rank in range(world.size)).div(world.size).backward()
+        for param, expected in zip(model.parameters(), like.parameters(), strict=True):
+            if step in (0, 3):
+                close(param.grad, expected.grad)
 
 
 # Dtypes

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.conformance.models import MLP, attribute, close, data_of, reference
+from tests.conformance.models import MLP, attribute, check_training, close, data_of, mesh_of, reference
 
-REPLICATED, STRIPES = ("replicate", "shard"), ("dp", "tp")
+REPLICATED = ("replicate", "shard")
 BY_COLUMNS_AND_ROWS = {"in_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
 
 
@@ -34,18 +34,6 @@ class Scaled(MLP):
 
 def loss_of(model, rank, step):
     return model(data_of(rank + 10 * step, 2, 4)).sum()
-
-
-def check_training(model, world, expected):
-    """Train as `reference` has done, and compare."""
-    losses, params = expected
-    optim = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for step in range(len(losses)):
-        loss_of(model, world.rank, step).backward()
-        optim.step()
-        optim.zero_grad()
-    for name, param in model.named_parameters():
-        close(param, params[name])
 
 
 # Units
@@ -109,7 +97,7 @@ def test_a_list_with_a_number_of_ranks_to_keep_it(fsdp, mesh, world):
     expected = reference(model, world, loss_of)
     fsdp.fully_shard([model[0], model[1]], mesh=mesh, reshard_after_forward=world.size)
     fsdp.fully_shard(model, mesh=mesh)
-    check_training(model, world, expected)
+    check_training(model, world, loss_of, expected)
 
 
 # Rows
@@ -138,7 +126,7 @@ def test_parameters_without_dimensions(fsdp, mesh):
 
 @pytest.mark.ranks(4)
 def test_rows_of_tensor_parallel_parameters(fsdp, world):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=STRIPES)
+    mesh = mesh_of(dp=2, tp=2)
     model = MLP(9, hidden=3)
     given = dict(copy.deepcopy(model).named_parameters())
     parallelize_module(model, mesh["tp"], BY_COLUMNS_AND_ROWS)
@@ -167,12 +155,12 @@ def test_placements_along_other_dimensions(fsdp, mesh, world, dim):
     assert model.in_proj.weight.placements == (Shard(0 if dim == "longest" else 1),)
     for param, whole in zip(model.parameters(), before.parameters(), strict=True):
         close(param, whole)
-    check_training(model, world, expected)
+    check_training(model, world, loss_of, expected)
 
 
 @pytest.mark.ranks(4)
 def test_placements_along_the_dimension_that_tensor_parallelism_leaves(fsdp, world):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=STRIPES)
+    mesh = mesh_of(dp=2, tp=2)
     model = nn.Sequential(MLP(4), MLP(4))
     before = copy.deepcopy(model)
     for each in model:
@@ -268,7 +256,7 @@ def test_modules_on_the_meta_device(fsdp, mesh, dim, policy):
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's, of the output of a tensor-parallel module
 @pytest.mark.parametrize("dim", [4, 3])
 def test_tensor_parallel_modules_on_the_meta_device(fsdp, world, dim):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=STRIPES)
+    mesh = mesh_of(dp=2, tp=2)
     with torch.device("meta"):
         model = Scaled(dim)
         parallelize_module(model, mesh["tp"], BY_COLUMNS_AND_ROWS)
@@ -329,7 +317,7 @@ def test_values_that_one_rank_has(fsdp, mesh, world):
     expected = Scaled(4).double()
     for name, param in expected.named_parameters():
         close(attribute(model, name), param)
-    check_training(model, world, reference(expected, world, loss_of))
+    check_training(model, world, loss_of, reference(expected, world, loss_of))
 
 
 # Meshes
@@ -338,7 +326,7 @@ def test_values_that_one_rank_has(fsdp, mesh, world):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("replicated", [False, True])
 def test_meshes_of_process_groups(fsdp, world, replicated):
-    by_shape = init_device_mesh("cpu", (2, 2), mesh_dim_names=REPLICATED)
+    by_shape = mesh_of(replicate=2, shard=2)
     groups = [by_shape.get_group(name) for name in REPLICATED]
     if replicated:
         mesh = DeviceMesh.from_group(groups, "cpu", mesh_dim_names=REPLICATED, mesh=by_shape.mesh)
@@ -359,7 +347,7 @@ def test_meshes_of_process_groups(fsdp, world, replicated):
 
 @pytest.mark.ranks(4)
 def test_values_that_one_replica_has(fsdp, world):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=REPLICATED)
+    mesh = mesh_of(replicate=2, shard=2)
     model = Scaled(4).double()
     expected = copy.deepcopy(model)
     for unit in (model.in_proj, model):
@@ -374,12 +362,12 @@ def test_values_that_one_replica_has(fsdp, world):
     for param, before in zip(model.parameters(), expected.parameters(), strict=True):
         close(param, before)
     close(model.scale, expected.scale)
-    check_training(model, world, reference(expected, world, loss_of))
+    check_training(model, world, loss_of, reference(expected, world, loss_of))
 
 
 @pytest.mark.ranks(4)
 def test_replicas_by_a_hook(fsdp, world):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=REPLICATED)
+    mesh = mesh_of(replicate=2, shard=2)
     model = MLP(4, bias=False).double()
     expected = reference(model, world, loss_of)
     fsdp.fully_shard(model, mesh=mesh["shard"])
@@ -391,5 +379,5 @@ def test_replicas_by_a_hook(fsdp, world):
         grads.div_(2)
 
     model.set_all_reduce_hook(average)
-    check_training(model, world, expected)
+    check_training(model, world, loss_of, expected)
     assert sizes == [2 * 4 * 16 // 2] * 3
