@@ -249,8 +249,7 @@ class FSDPModule(stock.FSDPModule):
 
         def scatter(full: torch.Tensor) -> torch.Tensor:
             output = comm.allocate((full.numel() // size,), dtype=full.dtype, device=full.device)
-            sums = dist.ReduceOp.SUM
-            _await(comm(output_tensor=output, input_tensor=full, group=group, op=sums, async_op=False))
+            _await(comm(output_tensor=output, input_tensor=full, group=group, op=dist.ReduceOp.SUM, async_op=False))
             return cast(torch.Tensor, output.div_(size))
 
         unit.reduce_options.scatter = scatter
@@ -268,6 +267,7 @@ class FSDPModule(stock.FSDPModule):
 
         Raises:
             ValueError: the backend registers no memory.
+            AssertionError: functions of the program gather or reduce, see ``set_custom_all_gather``.
         """
         _check_bool("enable", enable)
         self._unit_here.choose(memory="registered" if enable else "plain")

@@ -144,15 +144,12 @@ class Root:
         Collective outside of an iteration if modules have shown memory that ranks share: others may still read there
         what the optimizer writes next. Without `meet` this rank waits for them later, before an optimizer steps.
         """
-        freed = False
         self._adopt_user_data()
-        for unit in units:
-            if unit.is_idle and (unit.is_unsharded or unit.is_kept):
-                freed = True
-                self._read_over.update(
-                    flat.comm for flat in unit.sharded_params if flat.is_unsharded and flat.shares_gathered
-                )
-                unit.reshard()
+        freed = [unit for unit in units if unit.is_idle and (unit.is_unsharded or unit.is_kept)]
+        for unit in freed:
+            unsharded = (flat for flat in unit.sharded_params if flat.is_unsharded)
+            self._read_over.update(flat.comm for flat in unsharded if flat.shares_gathered)
+            unit.reshard()
         if self._is_in_iteration:
             return
         if freed:

@@ -212,7 +212,9 @@ class Unit:
             self.enter_state(TrainingState.IDLE)
             keeps = self.stays_unsharded if not torch.is_grad_enabled() else not self.reshard_after_forward
             keeps = keeps or self.is_in_graph or self.is_partly_called
-            if (broken or not keeps) and not _compat.in_transform():
+            # The backward of a recomputation follows at once, also where the checkpoint has broken it off.
+            recomputes = torch.is_grad_enabled() and _compat.in_backward()
+            if (broken or not keeps) and not (recomputes or _compat.in_transform()):
                 self._free(after_forward=not broken and torch.is_grad_enabled())
 
     def complete_forward(self) -> bool:

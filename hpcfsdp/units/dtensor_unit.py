@@ -197,6 +197,8 @@ class DTensorUnit(ModelUnit):
 
     def choose(self, **options: Any) -> None:
         """Change options of communication. Collective over the unit's ranks, unless they are as before."""
+        if "memory" in options and (self.gather or self.reduce_options.scatter):
+            raise AssertionError(f"{self.name}: set_custom_all_gather or set_custom_reduce_scatter chooses the memory")
         chosen = replace(self.options.comm_options, **options)
         with raise_together_over(self.mesh.subgroups()):
             self.mesh.refuse_options(chosen)
