@@ -18,7 +18,7 @@ def without(kind, events):
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
-@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("reshard", [True, False, None, pytest.param(2, marks=pytest.mark.ranks(4))])
 def test_a_backward_gathers_one_unit_ahead(fsdp, mesh, world, reshard, checkpoints):
     model, log = sharded_stack(fsdp, mesh, 3, reshard=reshard, checkpoints=checkpoints)
     for step in range(3):
