@@ -10,7 +10,7 @@ from hpcfsdp._version import __version__
 
 # name -> module that defines it; a module name mapped to itself is a public submodule
 _PUBLIC = {
-    **{name: f"hpcfsdp.{name}" for name in "checkpoint errors fsdp fsdp2 mpi observe optim wrap".split()},
+    **{name: f"hpcfsdp.{name}" for name in "checkpoint data errors fsdp fsdp2 mpi observe optim wrap".split()},
     **dict.fromkeys(("World", "init", "finalize"), "hpcfsdp.world"),
     "resilient": "hpcfsdp.resilience.run",
     **dict.fromkeys(("Preemption", "exit_requeue", "preemption"), "hpcfsdp.preempt"),

@@ -31,6 +31,7 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.data import DataLoader
 
 from hpcfsdp import accelerator
 
@@ -768,3 +769,15 @@ def common_mesh(outer: Any, inner: Any) -> Any | None:
         return None
     in_order = tuple(name for name in root.mesh_dim_names if name in names)
     return root if len(in_order) == root.ndim else root[in_order]
+
+
+def loader_that_asks() -> DataLoader[Any] | None:
+    """Return the ``DataLoader`` in whose iterator this is called, over a few frames; None outside of one."""
+    # Only its iterator asks a batch sampler, which does not know who reads it; how far it reads ahead is in the loader.
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(8):
+        found = None if frame is None else frame.f_locals.get("loader")
+        if isinstance(found, DataLoader):
+            return found
+        frame = None if frame is None else frame.f_back
+    return None

@@ -187,6 +187,7 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
         metrics: Metrics | None = None,
+        data: Any = None,
     ) -> Path:
         """Save a checkpoint of a step, and replace an earlier one of this step. Collective over the model's ranks.
 
@@ -195,7 +196,7 @@ class CheckpointManager:
 
         Args:
             step: at least 0. A checkpoint of a higher step in the folder counts as newer; the log warns of it once.
-            model, optimizer, extra, config, metrics: see ``save``.
+            model, optimizer, extra, config, metrics, data: see ``save``.
 
         Returns:
             The path of the file; an asynchronous save makes it later.
@@ -209,7 +210,7 @@ class CheckpointManager:
         """
         self._check_open()
         self.wait()
-        given = SaveArguments(model, optimizer, step, extra, config, metrics, self._names)
+        given = SaveArguments(model, optimizer, step, extra, config, metrics, self._names, data)
         return self._save(communicator_of(model), given)
 
     def _save(self, comm: Communicator, given: SaveArguments, collected: Collected | None = None) -> Path:
@@ -257,6 +258,7 @@ class CheckpointManager:
         extra: Mapping[str, Any] | Callable[[], Mapping[str, Any] | None] | None = None,
         config: Mapping[str, Any] | None = None,
         metrics: Metrics | Callable[[], Metrics | None] | None = None,
+        data: Any = None,
     ) -> Path | None:
         """Advance a save in progress, and save what is due; call it after every training step.
 
@@ -265,7 +267,7 @@ class CheckpointManager:
 
         Args:
             step: the number of the step that has been done. None: nothing is due.
-            model, optimizer, extra, config, metrics: see ``save``. `extra` and `metrics` may be functions of no
+            model, optimizer, extra, config, metrics, data: see ``save``. `extra` and `metrics` may be functions of no
                 argument, called on all ranks: `extra` if anything is due, `metrics` if a file is. Versions in memory
                 have no metrics.
 
@@ -294,7 +296,7 @@ class CheckpointManager:
         with recorder.paused() if to_file and recorder is not None else contextlib.nullcontext():
             found = extra() if callable(extra) else extra
             curves = (metrics() if callable(metrics) else metrics) if to_file else None
-            given = SaveArguments(model, optimizer, number, found, config, curves, self._names)
+            given = SaveArguments(model, optimizer, number, found, config, curves, self._names, data)
             if to_memory:
                 collected = self._save_in_memory(comm, given, with_rng=to_file and self._asynchronous)
             if not to_file:
@@ -365,7 +367,12 @@ class CheckpointManager:
 
     @public_call("CheckpointManager.load_latest")
     def load_latest(
-        self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, fresh: bool = True
+        self,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        data: Any = None,
+        fresh: bool = True,
     ) -> CheckpointInfo | None:
         """Load the checkpoint of the highest step that is not damaged. Collective over the model's ranks.
 
@@ -376,8 +383,8 @@ class CheckpointManager:
         ``passed_over``.
 
         Args:
-            model, optimizer, fresh: see ``load``. If no file can be loaded, the model has NaN in its tensors unless
-                `fresh` is False.
+            model, optimizer, data, fresh: see ``load``. If no file can be loaded, the model has NaN in its tensors
+                unless `fresh` is False.
 
         Returns:
             The result of ``load``, whose `source` is "memory" or "file"; None if there are no checkpoints.
@@ -389,7 +396,7 @@ class CheckpointManager:
         self._check_open()
         self.wait()
         comm = communicator_of(model)
-        facts = {"directory": GivenPath(self.directory), "fresh": bool(fresh)}
+        facts = {"directory": GivenPath(self.directory), "fresh": bool(fresh), "data": data is not None}
         compare_calls(comm, "CheckpointManager.load_latest", lambda: facts)
 
         def files() -> list[Path]:
@@ -410,7 +417,7 @@ class CheckpointManager:
                 place = bisect.bisect_right([catalog.step_of(path) for path in found], version.step)
                 sources.insert(place, MemorySource(self.directory, version, everyone, model))
         for source in reversed(sources):
-            info = self._load(comm, source, model, optimizer, fresh=fresh)
+            info = self._load(comm, source, model, optimizer, data, fresh=fresh)
             if info is not None:
                 if version is not None:
                     windows.keep(self.directory, version.token)
@@ -429,12 +436,14 @@ class CheckpointManager:
         source: Path | MemorySource,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
+        data: Any,
         *,
         fresh: bool,
     ) -> CheckpointInfo | None:
         """Load, or record the reason why not; the same on all ranks."""
         path = source.path if isinstance(source, MemorySource) else source
-        given: dict[str, Any] = {"model": model, "optimizer": optimizer, "names": self._names, "fresh": fresh}
+        given: dict[str, Any] = {"model": model, "optimizer": optimizer, "names": self._names}
+        given |= {"data": data, "fresh": fresh}
         while True:
             info, error = None, None
             try:

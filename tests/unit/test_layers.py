@@ -32,7 +32,7 @@ LAYERS = [
     {"api"},
     {"fsdp", "fsdp2", "optim", "state_dict", "wrap"},
     {"checkpoint"},
-    {"observe"},
+    {"data", "observe"},
     {"doctor", "examples", "integrations", "report", "run"},
     {"plan"},
     {"bench"},
@@ -124,7 +124,7 @@ def test_imports_inside_of_functions_have_a_reason():
 
 def public_names():
     """Names that users import, by the module that they are imported from."""
-    parts = ("checkpoint", "fsdp", "fsdp2", "mpi", "observe", "optim", "state_dict", "wrap")
+    parts = ("checkpoint", "data", "fsdp", "fsdp2", "mpi", "observe", "optim", "state_dict", "wrap")
     modules = ("hpcfsdp", *(f"hpcfsdp.{part}" for part in parts))
     names = {module: set(importlib.import_module(module).__all__) for module in modules}
     return names | {"hpcfsdp.errors": {name for name in vars(hpcfsdp.errors) if name.endswith("Error")}}

@@ -228,11 +228,12 @@ def make_index(small: dict[str, Any], attributes: dict[str, Any], **more: Any) -
     stored.check_types(extra, types, schema.EXTRA_VALUES)
     stored.check_types(groups, group_types, schema.PARAM_GROUPS)
     stored.check_module_states(states)
+    data = stored.read_place(small)
     if schema.STATE_DICT in small:
         by_kind = {names.GROUP: groups, names.SCALAR: scalars, names.EXTRA: extra}
         stored.check_entries(state_dict, {**more["tensors"], **more["links"]}, by_kind)
     return CheckpointIndex(
-        info=CheckpointInfo(**attributes, extra=from_plain(extra, types), config=config),
+        info=CheckpointInfo(**attributes, extra=from_plain(extra, types), config=config, data=data),
         param_groups=groups,
         group_types=group_types,
         scalars=scalars,

@@ -43,6 +43,7 @@ EXTRA_VALUES = "extra/values"
 EXTRA_ARRAYS = "extra/arrays"
 EXTRA_TYPES = "extra/types"
 MODULE_STATES = "extra/modules"
+DATA = "extra/data"
 RNG = "extra/rng"
 CONFIG = "meta/config"
 STATE_DICT = "meta/state_dict"
@@ -151,6 +152,8 @@ class CheckpointInfo:
     """What was given to ``save`` as `extra`; arrays and tensors come back as numpy arrays."""
     config: dict[str, Any] | None = None
     """The configuration of the run that wrote it."""
+    data: dict[str, Any] | None = None
+    """The place in the data: the state of what was given to ``save`` as `data`."""
     missing: tuple[str, ...] = ()
     """Tensors of the model that ``load(strict=False)`` has not found in the file, and left as they were."""
     unexpected: tuple[str, ...] = ()

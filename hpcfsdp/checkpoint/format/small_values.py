@@ -15,12 +15,12 @@ import numpy as np
 
 from hpcfsdp.checkpoint.format import entry_names as names, schema
 from hpcfsdp.checkpoint.format.access import MemoryBudget
-from hpcfsdp.checkpoint.format.plain_values import fits, join_arrays
+from hpcfsdp.checkpoint.format.plain_values import fits, from_plain, join_arrays
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from hpcfsdp.text import json_input
 
 _OPTIMIZER = schema.PARAM_GROUPS, schema.GROUP_TYPES, schema.OPTIM_SCALARS
-_EXTRA = schema.EXTRA_VALUES, schema.EXTRA_TYPES, schema.MODULE_STATES
+_EXTRA = schema.EXTRA_VALUES, schema.EXTRA_TYPES, schema.MODULE_STATES, schema.DATA
 _SINGLE = *_OPTIMIZER, *_EXTRA, schema.CONFIG, schema.STATE_DICT, schema.TENSORS, schema.SHAPES, schema.LINKS
 
 
@@ -201,6 +201,18 @@ def read_extra(small: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{name} is no object")
     return found
+
+
+def read_place(small: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the place in the data, None without one; raise ValueError where it is invalid."""
+    if schema.DATA not in small:
+        return None
+    found = read_extra(small, schema.DATA)
+    if found.keys() != {"state", "types"}:
+        raise ValueError(f"{schema.DATA} is not as it is written")
+    check_type(found["state"], dict, schema.DATA)
+    check_types(found["state"], found["types"], schema.DATA)
+    return from_plain(found["state"], found["types"])
 
 
 def read_metrics(small: dict[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hpcfsdp._compat import load_from_state_dict
+from hpcfsdp.checkpoint.data_place import as_before_on_failure, sampler_of
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.index import CheckpointIndex, open_index
 from hpcfsdp.checkpoint.format.plain_values import from_plain
@@ -62,6 +63,7 @@ def load(
     fresh: bool = True,
     rename: Rename | None = None,
     cast: bool = False,
+    data: Any = None,
 ) -> CheckpointInfo:
     """Load a checkpoint that any number of ranks wrote. Collective over the model's ranks.
 
@@ -91,6 +93,8 @@ def load(
             from the name in the file to that in the model. The error of a file that does not fit proposes one.
         cast: whether the model's tensors may have other dtypes than the file's, which are converted; else that is an
             error.
+        data: what the training reads, which goes on at the sample where the file was saved, see ``save``; None leaves
+            that part of the file unread.
         verify: False compares no checksums, and reads once. With ``fresh=False`` a part of the model is loaded if the
             disk fails in the middle.
 
@@ -110,7 +114,10 @@ def load(
         check_patterns(names)
         renaming(rename)
         # Of models that are not sharded, ranks may have different parts, and load different names of one file.
-        return {"path": GivenPath(path) if comm.rank == 0 or path is not None else None, "fresh": bool(fresh)}
+        if data is not None:
+            sampler_of(data)
+        given = GivenPath(path) if comm.rank == 0 or path is not None else None
+        return {"path": given, "fresh": bool(fresh), "data": data is not None}
 
     path = Path(compare_calls(comm, "checkpoint.load", facts)["path"].expanded)
     with reading(path):
@@ -126,6 +133,7 @@ def load(
             fresh=fresh,
             rename=rename,
             cast=cast,
+            data=data,
         )
 
 
@@ -152,12 +160,16 @@ def load_from(
     fresh: bool,
     rename: Rename | None = None,
     cast: bool = False,
+    data: Any = None,
 ) -> CheckpointInfo:
     """Do as ``load``, from any source, which `opening` opens. Collective over `comm`, the ranks of the model."""
     with contextlib.ExitStack() as stack, torch.no_grad():
         opened = opening(comm, stack)
         index, reader, peers = opened.index, opened.reader, opened.peers
         with raise_together(comm) as exchange:
+            sampler = stack.enter_context(as_before_on_failure(data))
+            if sampler is not None:
+                sampler.load_state_dict(_data_of(index))
             hold_shards(model)
             in_file, match, targets, new, grown = _match_targets(
                 reader, index, model, names, strict, stack, renaming(rename), cast
@@ -364,6 +376,14 @@ def _grown(
         if not errors and all((now[n].shape, now[n].dtype) == (spec.shape, dtypes[n]) for n, spec in specs.items()):
             found.update({known[name].name: (own[name], value) for name, value in now.items()})
     return found
+
+
+def _data_of(index: CheckpointIndex) -> dict[str, Any]:
+    """Return the place in the data; raise CheckpointMismatchError for a file without it."""
+    if index.info.data is None:
+        what = "holds no place in the data; load it with data=None to begin at the first sample"
+        raise CheckpointMismatchError(f"{index.info.path}: {what}")
+    return index.info.data
 
 
 def _plan_optimizer(

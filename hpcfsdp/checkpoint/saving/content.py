@@ -12,6 +12,7 @@ from torch import nn
 
 from hpcfsdp import _compat, accelerator
 from hpcfsdp._version import __version__
+from hpcfsdp.checkpoint.data_place import sampler_of
 from hpcfsdp.checkpoint.format import schema
 from hpcfsdp.checkpoint.format.metadata import MetadataImage, build_metadata_image
 from hpcfsdp.checkpoint.format.plain_values import leaves_of, split_arrays, to_plain
@@ -66,10 +67,12 @@ def small_values(
     scalars: Mapping[str, Any] | None = None,
     metrics: Metrics | None = None,
     module_states: Mapping[str, Any] | None = None,
+    data: Any = None,
 ) -> dict[str, np.ndarray | bytes]:
     """Return the small datasets except random number states; raise CheckpointError for an unsupported value.
 
     `groups` and `scalars`, the optimizer's hyper-parameters and number-valued state, are None without an optimizer.
+    `data` has a ``state_dict``.
     """
     small: dict[str, np.ndarray | bytes] = {}
     if groups is not None:
@@ -90,6 +93,11 @@ def small_values(
         kept = {name: list(to_plain(f"the state {name!r}", state)) for name, state in module_states.items()}
         states, more = split_arrays(kept, first=len(arrays))
         small[schema.MODULE_STATES] = schema.to_json(states)
+        arrays |= more
+    if data is not None:
+        state, types = to_plain("the state of data", dict(data.state_dict()))
+        kept, more = split_arrays({"state": state, "types": types}, first=len(arrays))
+        small[schema.DATA] = schema.to_json(kept)
         arrays |= more
     small |= {f"{schema.EXTRA_ARRAYS}/{name}": array for name, array in arrays.items()}
     try:
@@ -127,14 +135,18 @@ class SaveArguments:
     config: Mapping[str, Any] | None = None
     metrics: Metrics | None = None
     names: Sequence[str] | None = None
+    data: Any = None
 
     def facts(self) -> dict[str, Any]:
         """Return the values that must be equal on all ranks; raise TypeError or ValueError for wrong arguments."""
         check_patterns(self.names)
+        if self.data is not None:
+            sampler_of(self.data)
         return {
             "step": operator.index(self.step),
             "optimizer": "none" if self.optimizer is None else "an optimizer",
             "names": None if self.names is None else list(self.names),
+            "data": "none" if self.data is None else "a place in the data",
         }
 
 
@@ -277,7 +289,9 @@ def _compared(
 def _leaves(given: SaveArguments, small: Mapping[str, np.ndarray | bytes]) -> _Leaves:
     """Return values that rank 0 writes for all ranks, by place; equal on all ranks that give them."""
     arrays = {path.removeprefix(f"{schema.EXTRA_ARRAYS}/"): value for path, value in small.items()}
-    found: _Leaves = {"optimizer": {}, "extra": None}
+    found: _Leaves = {"optimizer": {}, "extra": None, "data": {}}
+    if schema.DATA in small:
+        found["data"] = leaves_of("data", schema.from_json(small[schema.DATA])["state"], arrays)
     if schema.PARAM_GROUPS in small:
         groups = schema.from_json(small[schema.PARAM_GROUPS])
         for group in groups:
@@ -313,7 +327,8 @@ def _small_of(
     """Return the small datasets that are equal on all ranks. `modules` have extra state."""
     groups, scalars = (None, None) if state is None else (state.groups, state.scalars)
     states = {name: module.get_extra_state() for name, module in modules.items()}
-    return small_values(given.extra, given.config, groups, scalars, given.metrics, states)
+    data = None if given.data is None else sampler_of(given.data)
+    return small_values(given.extra, given.config, groups, scalars, given.metrics, states, data)
 
 
 def _small_again(given: SaveArguments, known: KnownPlan) -> dict[str, np.ndarray | bytes]:

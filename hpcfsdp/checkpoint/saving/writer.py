@@ -48,6 +48,7 @@ def save(
     config: Mapping[str, Any] | None = None,
     metrics: Metrics | None = None,
     names: Sequence[str] | None = None,
+    data: Any = None,
     writer: str = "posix",
 ) -> Path:
     """Write model, optimizer and random number generators into one HDF5 file. Collective over the model's ranks.
@@ -69,6 +70,9 @@ def save(
             stored.
         names: patterns for the names of the model's tensors ("*.lora_A.*", see ``inspect.names.matching``): only these
             tensors are written, with their optimizer state.
+        data: what the training reads, to go on at the same sample: a ``hpcfsdp.data.ResumableSampler``, a loader that
+            has one, or anything with a ``state_dict`` that is equal on all ranks. Save between two batches: each one
+            that was handed out counts.
         writer: "posix", each rank writes its ranges of the file; "mpio", all ranks write together through HDF5 and
             MPI-IO, the same bytes, with an h5py that was built for MPI; "subfiles", each node writes a file of its own;
             the checkpoint is a small file next to them that names them.
@@ -82,7 +86,7 @@ def save(
         DifferentCallsError: a rank makes another call, such as ``load``.
         DisagreementError: ranks hold different models or optimizers, or give different values.
     """
-    given = SaveArguments(model, optimizer, step, extra, config, metrics, names)
+    given = SaveArguments(model, optimizer, step, extra, config, metrics, names, data)
     return save_given(communicator_of(model), lambda: path, given, writer)
 
 
