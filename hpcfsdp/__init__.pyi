@@ -2,6 +2,7 @@
 
 from hpcfsdp import (
     checkpoint as checkpoint,
+    data as data,
     errors as errors,
     fsdp as fsdp,
     fsdp2 as fsdp2,

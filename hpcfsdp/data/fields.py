@@ -11,13 +11,14 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import torch
 
-from hpcfsdp.checkpoint.format import schema
+from hpcfsdp.checkpoint.format import disk, schema
 from hpcfsdp.errors import DataError
 
 log = logging.getLogger("hpcfsdp.data")
@@ -83,7 +84,7 @@ class HDF5File:
     def __init__(self, path: str) -> None:
         """Raise DataError where it cannot be opened."""
         try:
-            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.fd = disk.open_to_read(Path(path))  # a regular file: a pipe would wait for its writer
             self.close = weakref.finalize(self, os.close, self.fd)
             self.file = h5py.File(path, "r")
         except OSError as error:
