@@ -62,7 +62,7 @@ class Language(nn.Module):
         recomputes: whether the layers keep no activations.
     """
 
-    def __init__(self, *, dim=6, words=13, layers=3, tied=False, recomputes=False):
+    def __init__(self, *, dim=6, words=13, layers=2, tied=False, recomputes=False):
         super().__init__()
         self.embed, self.layers = nn.Embedding(words, dim), nn.ModuleList(Layer(dim) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, words, bias=False)

@@ -82,7 +82,7 @@ def test_units_of_layers(fsdp, mesh, world, option):
                 layer.set_modules_to_forward_prefetch(model.layers[index + 1 : index + 3])
                 layer.set_modules_to_backward_prefetch(model.layers[max(index - 2, 0) : index][::-1])
 
-    model = Language(words=12, layers=4).double()
+    model = Language(words=12, layers=3).double()
     trains_as_one_process(
         model, world, lambda model, rank, step: model(ids_of(rank + step, 2, 5, words=12)).square().sum(), shard
     )
@@ -129,7 +129,7 @@ def test_a_unit_is_called_twice_in_one_forward(fsdp, mesh, world, reshard):
 @pytest.mark.parametrize("recompute", ["contract", "function", "wrapper"])
 @pytest.mark.parametrize("units", ["layers", "lists", "lists with tied words"])
 def test_activation_checkpointing(fsdp, mesh, world, units, recompute, reshard):
-    model = Language(tied=units != "lists", recomputes=recompute == "function").double()
+    model = Language(layers=3, tied=units != "lists", recomputes=recompute == "function").double()
 
     def shard(model):
         if recompute == "wrapper":
@@ -164,7 +164,7 @@ def test_two_forwards_before_one_backward(fsdp, mesh, world, recompute, reshard)
                 fsdp.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
         fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
-    trains_as_one_process(Language(layers=2, recomputes=recompute == "function").double(), world, loss_of, shard)
+    trains_as_one_process(Language(recomputes=recompute == "function").double(), world, loss_of, shard)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
