@@ -686,9 +686,10 @@ class _Refusal:
 
 def show_state(fully_shard: Callable[..., Any], module: nn.Module, state: Any) -> None:
     """Have functions that read the state of torch's `fully_shard` of a module read `state`."""
-    from torch.distributed._composable.contract import STATE_KEY
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
     module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fully_shard)] = state
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = None  # so that ``replicate`` leaves it alone
 
 
 root_mesh: Callable[[Any], Any] = operator.methodcaller("_get_root_mesh")

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-REASONS = ("inside", "wording", "device", "newer", "differs")
+REASONS = ("inside", "wording", "device", "newer", "other", "differs")
 ROW = re.compile(r"\| `(?P<torch>[\w.]+)` \| (?P<here>.+) \|")
 
 
