@@ -202,7 +202,7 @@ test-gpu: $(STAMP)
 
 bench: export OMP_NUM_THREADS := 1
 bench: $(STAMP)
-	@$(PY) -m hpcfsdp bench all --mpirun "$(MPIRUN)" $(ARGS)
+	@$(PY) -m tests.bench all --mpirun "$(MPIRUN)" $(ARGS)
 
 gpu-report: export OMP_NUM_THREADS := 1
 gpu-report: $(STAMP) .venv/.plot-installed

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import hpcfsdp
 from hpcfsdp import accelerator, env
 from hpcfsdp.bench.harness import markdown
-from hpcfsdp.cli import bench_all
+from hpcfsdp.cli import bench_runs
 from hpcfsdp.cli.printing import print_json, print_note
 from hpcfsdp.errors import HpcfsdpError, UsageError
 
@@ -93,7 +93,7 @@ def run_report(options: argparse.Namespace) -> int:
     if unknown := set(options.parts or ()) - {part.name for part in planned}:
         names = ", ".join(part.name for part in planned)
         raise UsageError(f"bench: --parts {min(unknown)}: the parts on this machine are {names}")
-    before = None if options.compare is None else bench_all.load(options.compare)
+    before = None if options.compare is None else bench_runs.load(options.compare)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -110,26 +110,26 @@ def run_report(options: argparse.Namespace) -> int:
         started = [*mpirun, "-n", str(part.ranks), *part.command] if part.ranks else list(part.command)
         print_note(f"bench: {part.name}: {shlex.join(started)}")
         began_s, environ = time.monotonic(), env.of_measured_process(str(SOURCE))
-        done = bench_all.result_of(started, files=folder / part.name, limit_s=part.limit_s, environ=environ)
-        took = {"date": bench_all.now(), "seconds": round(time.monotonic() - began_s, 1)}
+        done = bench_runs.result_of(started, files=folder / part.name, limit_s=part.limit_s, environ=environ)
+        took = {"date": bench_runs.now(), "seconds": round(time.monotonic() - began_s, 1)}
         found["parts"][part.name] = {"command": list(part.command), **took, **done}
         found["parts"] = {one.name: found["parts"][one.name] for one in planned if one.name in found["parts"]}
         _write(folder, found, before)
     _write(folder, found, before)
     if options.json:
-        print_json(bench_all.with_changes(found, before))
+        print_json(bench_runs.with_changes(found, before))
     else:
         print(folder / "report.md")
-    return bench_all.exit_code(found)
+    return bench_runs.exit_code(found)
 
 
 def _begun(path: Path, devices: int) -> dict[str, Any]:
     """Return the run that the folder has, or a new one. Raise a UsageError if devices or versions differ."""
-    found = bench_all.new_run(devices)
+    found = bench_runs.new_run(devices)
     if not path.exists():
         return found
-    kept = bench_all.load(path)
-    others = [name for name in bench_all.differences(kept, found) if name not in _OF_THE_NODE]
+    kept = bench_runs.load(path)
+    others = [name for name in bench_runs.differences(kept, found) if name not in _OF_THE_NODE]
     if others:
         raise UsageError(f"bench: {path} is of a run with other {', '.join(others)}: give --report another folder")
     return {**found, "parts": kept["parts"]}
@@ -141,15 +141,15 @@ def _is_done(kept: Mapping[str, Any] | None, part: Part) -> bool:
 
 def _write(folder: Path, found: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:
     """Write the report as JSON, as a page, and as a figure of the ratios where matplotlib is installed."""
-    bench_all.save(folder / "report.json", found)
+    bench_runs.save(folder / "report.json", found)
     pictures = []
-    if drawn := list(bench_all.ratios(found)):
+    if drawn := list(bench_runs.ratios(found)):
         try:
-            bench_all.draw_ratios(drawn, folder / "report.svg", bench_all.about(found))
+            bench_runs.draw_ratios(drawn, folder / "report.svg", bench_runs.about(found))
             pictures = ["![ratios](report.svg)", ""]
         except HpcfsdpError as error:  # no matplotlib
             pictures = [str(error), ""]
-    page = [*_heading(found), *pictures, *bench_all.lines(found, before)]
+    page = [*_heading(found), *pictures, *bench_runs.lines(found, before)]
     (folder / "report.md").write_text("\n".join(page) + "\n")
 
 

@@ -1,6 +1,4 @@
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -37,12 +35,6 @@ def test_measurements_between_imagined_nodes(start, tmp_path, arguments):
         assert 2.2 < sent["hpcfsdp"] == sent["hpcfsdp_rows"] < 3
 
 
-def test_one_process_cannot_be_divided_into_nodes(command):
-    job = command("bench", "host", "--split-nodes", "2")
-    assert job.code == 2
-    assert "--split-nodes divides the ranks of a node" in job.stderr
-
-
 @pytest.mark.slow
 def test_bench_backends(hpcfsdp):
     job = hpcfsdp("bench", "backends", "--layers", "1", "--width", "16", "--repeats", "2", ranks=2)
@@ -76,17 +68,6 @@ def test_bench_step_with_tensor_parallelism(hpcfsdp):
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
 
 
-def test_bench_host(hpcfsdp):
-    one_rank = {"OMPI_COMM_WORLD_SIZE": "1"}  # as under mpirun -n 1
-    job = hpcfsdp("bench", "host", "--units", "2", "--repeats", "2", "--json", environ=one_rank)
-    assert job.code == 0, job.stderr
-    report = json.loads(job.stdout)
-    assert (report["ranks"], report["units"]) == (8, 2)
-    assert list(report["measured"])[:5] == ["plain", "fsdp1", "fsdp1_orig", "fsdp2", "hpcfsdp"]
-    for one in report["measured"].values():
-        assert "skipped" in one or (len(one["seconds"]) == 2 and "median_over_plain_s" in one)
-
-
 @pytest.mark.slow
 def test_bench_memory(start):
     job = start("-m", "hpcfsdp", "bench", "memory", *SMALL, "--json", ranks=2).wait(250)
@@ -112,35 +93,6 @@ def test_bench_plan(hpcfsdp, command, tmp_path):
     planned = command("plan", *model, "--device", "cpu", "--links", rates, "--json")
     assert planned.code == 0, planned.stderr
     assert "measured" in json.loads(planned.stdout)["machine"]["links"]["between"]["source"]
-
-
-@pytest.mark.slow
-def test_bench_optim_state(start):
-    shape = ("--layers", "2", "--width", "24", "--repeats", "2")
-    job = start("-m", "hpcfsdp", "bench", "optim-state", *shape, "--json", ranks=3).wait(250)
-    assert job.code == 0, job.stderr
-    measured = json.loads(job.stdout)["measured"]
-    assert measured["parameters"] == 2 * (24 * 24 + 24)
-    assert len(measured["times"]) == 7
-    for engines in measured["times"].values():
-        assert list(engines) == ["fsdp1", "hpcfsdp"]
-        assert all(len(one["seconds"]) == 2 and one["hpcfsdp_ratio"] > 0 for one in engines.values())
-    kinds = [(one["way"], one["engine"], one["ranks"]) for one in measured["memory"]]
-    assert len(set(kinds)) == len(kinds) == 3 * 2 * 2
-
-
-@pytest.mark.slow
-def test_bench_whole_tensors(hpcfsdp):
-    shape = ("--matrices", "4", "--width", "16", "--repeats", "2")
-    job = hpcfsdp("bench", "whole-tensors", *shape, "--json", ranks=2)
-    assert job.code == 0, job.stderr
-    report = json.loads(job.stdout)
-    sums = {way: one["sum"] for way, one in report["measured"].items()}
-    assert len(sums) == 4 and len(report["ratios"]) == 4
-    assert sums["hpcfsdp"] == pytest.approx(sums["fsdp2, full_tensor"], rel=1e-4)
-    job = hpcfsdp("bench", "whole-tensors", "--matrices", "3", ranks=2)
-    assert job.code == 2
-    assert "--matrices 3 has to be a multiple of the 2 ranks" in job.stderr
 
 
 @pytest.mark.slow
@@ -174,13 +126,11 @@ def test_bench_checkpoint_refuses_a_full_disk(hpcfsdp, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("arguments", "what"), [(["host"], "host"), (["gpu", "--imagined-ranks", "4"], "--imagined")])
-def test_measurements_of_one_process_refuse_several_ranks(command, monkeypatch, arguments, what):
+def test_measurements_of_one_process_refuse_several_ranks(command, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    job = command("bench", *arguments)
+    job = command("bench", "gpu", "--imagined-ranks", "4")
     assert job.code == 2
-    assert what in job.stderr
-    assert "measures one process, and the launcher started 2" in job.stderr
+    assert "--imagined-ranks measures one process, and the launcher started 2" in job.stderr
 
 
 @pytest.mark.parametrize(
@@ -192,6 +142,7 @@ def test_measurements_of_one_process_refuse_several_ranks(command, monkeypatch, 
         ["collectives", "--repeats", "0"],
         ["step", "--width", "12"],
         ["gpu", "--dtype", "fp8"],
+        ["gpu", "--split-nodes", "2"],  # in one process
         ["step", "--report", "runs/gpu"],
         ["gpu", "--report", "runs/gpu"],  # without an accelerator
         ["checkpoint", "--on-devices"],
@@ -225,36 +176,3 @@ def test_an_error_of_all_ranks_is_printed_once_without_the_class(hpcfsdp, tmp_pa
     assert len(lines) == 1
     assert lines[0].startswith(f"hpcfsdp: {tmp_path}: ")
     assert json.loads(job.stdout)["error"]["exit_code"] == 1
-
-
-@pytest.mark.slow
-def test_bench_all_compares_two_runs(command, start, tmp_path):
-    mpirun = f"{Path(sys.executable).parent / 'mpirun'} --map-by :OVERSUBSCRIBE"
-    arguments = ("bench", "all", "--small", "--mpirun", mpirun, "--out", "new.json", "--figure", "new.svg")
-    job = start("-m", "hpcfsdp", *arguments, cwd=tmp_path).wait(120)
-    assert job.code == 0, job.stderr
-    assert job.stdout.index("| benchmark | ratio |") < job.stdout.index("## step") < job.stdout.index("## host")
-    assert (tmp_path / "new.svg").stat().st_size > 0
-    job = start("-m", "hpcfsdp", *arguments[:5], "--compare", "new.json", "--json", cwd=tmp_path).wait(120)
-    assert job.code == 0, job.stderr
-    changes = json.loads(job.stdout)["changes"]
-    assert {change["part"] for change in changes} == {"step", "host"}
-    assert {change["verdict"] for change in changes} <= {"same", "better", "worse"}
-
-
-def test_bench_all_runs_without_mpirun_alone(hpcfsdp):
-    job = hpcfsdp("bench", "all", "--small", ranks=2)
-    assert job.code == 2
-    assert "all measures one process, and the launcher started 2" in job.stderr
-
-
-def test_bench_scale(command):
-    job = command("bench", "scale", "--world-sizes", "12")
-    assert job.code == 2
-    assert "--world-sizes 12 is no multiple of 8" in job.stderr
-
-
-def test_bench_all_looks_for_the_folder_of_its_output_first(command):
-    job = command("bench", "all", "--small", "--mpirun", "no-such-mpirun", "--out", "/no/such/folder/x.json")
-    assert job.code == 2
-    assert "there is no folder /no/such/folder" in job.stderr

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from hpcfsdp import _compat, accelerator
-from hpcfsdp.bench.host import shard_rows
 from hpcfsdp.comm.communicator import Communicator
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.engine.streams import DeviceStreams
 from hpcfsdp.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from tests.bench.host import shard_rows
 from tests.gpu.training import Block, batches, make_model, wrap
 
 RANKS = 4

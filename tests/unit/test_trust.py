@@ -9,7 +9,6 @@ from tests.unit.test_layers import ROOT, trees
 
 NEVER = {"eval", "exec", "pickle.load", "yaml.load", "yaml.unsafe_load", "torch.jit.load", "marshal.loads"}
 PICKLES = {
-    "hpcfsdp.bench.scale": "of this process",
     "hpcfsdp.checkpoint.memory.windows": "memory and messages of ranks",
     "hpcfsdp.comm.mpi.communicator": "messages of ranks",
     "hpcfsdp.comm.mpi.part_comm": "messages of ranks",
@@ -26,7 +25,7 @@ FILES = {
     **dict.fromkeys(
         ("checkpoint.format.disk", "hang.stacks", "launch.lock", "hang.departure", "observe.held_memory"), "/proc"
     ),
-    **dict.fromkeys(("observe.perfetto", "cli.bench_all"), "/proc, and for bench files that the user names"),
+    **dict.fromkeys(("observe.perfetto", "cli.bench_runs"), "/proc, and for bench files that the user names"),
     **dict.fromkeys(("bench.checkpoint", "bench.gpu"), "its own files, in a folder of its own"),
     **dict.fromkeys(("config", "plan.links", "integrations.recipe", "examples.gpt.data"), "files that the user names"),
     **dict.fromkeys(("checkpoint.convert.peft", "checkpoint.convert.torch_source"), "sources of the page"),

@@ -3,9 +3,10 @@ import time
 
 import pytest
 
-from hpcfsdp.bench import checkpoint, collectives, host, memory, optim_state, planned, step
+from hpcfsdp.bench import checkpoint, collectives, memory, planned, step
 from hpcfsdp.bench.harness import Peak, Times, in_turn, readable
 from hpcfsdp.comm.fake import FakeCommunicator
+from tests.bench import host, optim_state
 
 WAYS = {"hpcfsdp": Times((0.001, 0.004, 0.002)), "gloo": Times((0.01, 0.01, 0.01))}
 

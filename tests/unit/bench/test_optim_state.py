@@ -3,9 +3,9 @@ import re
 import pytest
 import torch
 
-from hpcfsdp.bench.optim_state import SHARDED, WAYS, Digest, Way, _times, analytic_bytes, check_same, digests
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import HpcfsdpError
+from tests.bench.optim_state import SHARDED, WAYS, Digest, Way, _times, analytic_bytes, check_same, digests
 
 TO_RANK_0, _, _, FROM_FULL, FROM_SHARDED, *_ = WAYS
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hpcfsdp.bench import scale
 from hpcfsdp.comm.progress import Finished
 from hpcfsdp.errors import UsageError
+from tests.bench import scale
 
 KIB = 1 << 10
 

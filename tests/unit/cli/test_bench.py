@@ -2,10 +2,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcfsdp.bench import optim_state, step
+from hpcfsdp.bench import step
 from hpcfsdp.bench.harness import Table
 from hpcfsdp.cli import bench
 from hpcfsdp.errors import UsageError
+from tests.bench import optim_state
 
 
 @pytest.mark.parametrize(("ranks", "tensor"), [(2, 3), (3, 3), (16, 16)])

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from hpcfsdp import accelerator
-from hpcfsdp.cli import bench_all, bench_gpu
+from hpcfsdp.cli import bench_gpu, bench_runs
 from hpcfsdp.cli.bench import parser
 from hpcfsdp.cli.bench_gpu import Part
 from hpcfsdp.errors import UsageError
@@ -53,7 +53,7 @@ def test_a_part_that_fails_is_a_row_and_not_the_end(report, tmp_path, capsys):
 
 
 def test_a_part_ends_after_its_limit_with_all_that_it_has_started(report, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_all, "_GRACE_S", 0.5)
+    monkeypatch.setattr(bench_runs, "_GRACE_S", 0.5)
     number = tmp_path / "number"
     text = f"""
 import os, signal, subprocess, sys, time

@@ -5,7 +5,7 @@ that imagines the other ranks: all of them hold what this one holds. Tensors tha
 sizes, and objects that it would gather are unpickled once for each rank. So all work and memory of this rank is real,
 and the network is missing: docs/explanation/scaling.md has a model of the network.
 
-Each rank is a process of its own, ``python -m hpcfsdp.bench.scale JSON``, once for times and once for memory.
+Each rank is a process of its own, ``python -m tests.bench.scale JSON``, once for times and once for memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from torch import nn
 
 from hpcfsdp import checkpoint
 from hpcfsdp.bench.harness import MIB, Table, measured_in_new_process, mib, readable
-from hpcfsdp.bench.host import shard_rows
 from hpcfsdp.bench.step import OWN, loss_of, make_batch, make_model, wrap
 from hpcfsdp.checkpoint.saving import rng
 from hpcfsdp.checkpoint.saving.content import Content, SaveArguments, bytes_in_memory, collect_content
@@ -46,6 +45,7 @@ from hpcfsdp.launch.topology import Topology
 from hpcfsdp.output.figure_file import new_figure, write_figure
 from hpcfsdp.state.tensors import StateTensor
 from hpcfsdp.units.unit_mesh import GroupCache
+from tests.bench.host import shard_rows
 
 RANKS_PER_NODE = 8
 _MARKERS = "osD^vx+*"

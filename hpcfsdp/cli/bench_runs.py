@@ -1,19 +1,16 @@
-"""``hpcfsdp bench all``: all benchmarks with their peers, each in processes of its own; a summary of their ratios, and
-the comparison with an earlier run.
+"""Runs of several benchmarks, each in processes of its own: a summary of their ratios, and the comparison with an
+earlier run.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import json
 import platform
-import shlex
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +19,7 @@ import psutil
 
 from hpcfsdp import accelerator, env
 from hpcfsdp.bench.harness import Ratio, markdown
-from hpcfsdp.cli.printing import print_json, print_note
+from hpcfsdp.cli.printing import print_note
 from hpcfsdp.errors import HpcfsdpError, UsageError
 from hpcfsdp.launch.together import versions
 from hpcfsdp.output.figure_file import new_figure, write_figure
@@ -33,43 +30,6 @@ _TEXT_LINES = 60
 """Most lines that a table in Markdown shows of a part that prints none."""
 _GRACE_S = 10.0
 _BETTER, _WORSE = "#0072b2", "#d55e00"
-
-
-class Benchmark(NamedTuple):
-    """One benchmark of the suite: its title is the same in every run, the arguments are those of ``hpcfsdp bench``.
-
-    `scale` are ranks as a multiple of those of the suite; 0 for one process without mpirun.
-    """
-
-    title: str
-    arguments: tuple[str, ...]
-    scale: int = 1
-
-
-STEP = ("step", "--layers", "8", "--width", "384")
-PARTS = (
-    Benchmark("step", STEP),
-    Benchmark("step, fused AdamW", (*STEP, "--fused")),
-    Benchmark("step, large layers", ("step", "--layers", "3", "--width", "768")),
-    Benchmark("step, two imagined nodes", (*STEP, "--split-nodes", "2")),
-    Benchmark("step, tensor-parallel", (*STEP, "--tensor", "2"), 2),
-    Benchmark("torch on hpcmpi", ("backends", "--layers", "8", "--width", "384")),
-    Benchmark("collectives", ("collectives", "--sizes", "1", "16")),
-    Benchmark("collectives, two imagined nodes", ("collectives", "--sizes", "1", "16", "--split-nodes", "2")),
-    Benchmark("memory", ("memory",)),
-    Benchmark("state dicts", ("optim-state",)),
-    Benchmark("Muon", ("whole-tensors",)),
-    Benchmark("checkpoint, 300 tensors", ("checkpoint", "--bytes", "1GiB", "--tensors", "300")),
-    Benchmark("checkpoint, 4,000 tensors", ("checkpoint", "--bytes", "1GiB", "--tensors", "4000")),
-    Benchmark("host", ("host",), 0),
-)
-ON_DEVICES = (Benchmark("device", ("gpu",), 0),)
-"""Further parts where there is an accelerator."""
-SMALL = (
-    Benchmark("step", ("step", "--layers", "1", "--width", "16", "--repeats", "2")),
-    Benchmark("host", ("host", "--units", "2", "--repeats", "2"), 0),
-)
-"""What ``--small`` runs, to try the suite: its figures have no meaning."""
 
 
 class Change(NamedTuple):
@@ -89,28 +49,6 @@ class Change(NamedTuple):
             return "same"
         lower = self.now.value < self.before.value
         return "better" if lower == (self.now.better == "lower") else "worse"
-
-
-def run_all(options: argparse.Namespace) -> int:
-    """Run the suite and print it; the exit code is 1 if a part has failed."""
-    before = None if options.compare is None else load(options.compare)
-    for path in (options.out, options.figure):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"bench: {path}: there is no folder {path.absolute().parent}")
-    parts = SMALL if options.small else (*PARTS, *(ON_DEVICES if accelerator.device_count() else ()))
-    extra = [] if options.repeats is None else ["--repeats", str(options.repeats)]
-    extra += [] if options.folder is None else ["--folder", options.folder]
-    found = run(parts, options.mpirun or "mpirun", options.ranks or 2, print_note, extra)
-    if options.out is not None:
-        save(options.out, found)
-    if options.json:
-        print_json(with_changes(found, before))
-    else:
-        for line in lines(found, before):
-            print(line)
-    if options.figure is not None and (drawn := list(ratios(found))):
-        draw_ratios(drawn, Path(options.figure), about(found))
-    return exit_code(found)
 
 
 def exit_code(found: Mapping[str, Any]) -> int:
@@ -153,24 +91,6 @@ def lines(found: Mapping[str, Any], before: Mapping[str, Any] | None) -> Iterato
 
 def _range(ratio: Ratio) -> str:
     return f"{ratio.low:.2f} - {ratio.high:.2f}"
-
-
-def run(
-    parts: Sequence[Benchmark], mpirun: str, ranks: int, announce: Callable[[str], None], extra: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Run all parts, one after the other, each on so many ranks that `mpirun` starts, and with the `extra` arguments.
-
-    `announce` gets the command line of a part before it starts. Return the machine, its software, and all output as
-    JSON, by title. A part that fails has an "error".
-    """
-    found = new_run(ranks)
-    for part in parts:
-        command = ["hpcfsdp", "bench", *part.arguments, *extra]
-        starts = [*shlex.split(mpirun), "-n", str(ranks * part.scale)] if part.scale else []
-        started = [*starts, sys.executable, "-m", *command, "--json"]
-        announce(shlex.join(started))
-        found["parts"][part.title] = {"command": command, **result_of(started)}
-    return found
 
 
 def now() -> str:
@@ -293,7 +213,7 @@ def failures(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read an earlier run. Raise a UsageError if ``hpcfsdp bench all`` has not written it, or it cannot be read."""
+    """Read an earlier run. Raise a UsageError if ``save`` has not written it, or it cannot be read."""
     try:
         found = json.loads(path.read_text())
         numbers = [number for _, ratio in ratios(found) for number in (ratio.value, ratio.low, ratio.high)]
@@ -302,7 +222,7 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UsageError(f"{path}: hpcfsdp bench all --out has not written this file, or another version has") from None
+        raise UsageError(f"{path}: this file is no report of benchmarks, or another version has written it") from None
     return found
 
 

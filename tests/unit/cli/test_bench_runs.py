@@ -3,13 +3,13 @@ import json
 import pytest
 
 from hpcfsdp.bench.harness import Ratio, Times
-from hpcfsdp.cli import bench_all
+from hpcfsdp.cli import bench_runs
 from hpcfsdp.errors import HpcfsdpError, UsageError
 
 
 def run_of(**ratios):
     parts = {"step": {"command": ["hpcfsdp"], "ratios": [ratio._asdict() for ratio in ratios.values()]}}
-    return {"format": bench_all.FORMAT, "parts": parts}
+    return {"format": bench_runs.FORMAT, "parts": parts}
 
 
 def ratio(value, low, high, better="lower", name="time"):
@@ -33,77 +33,59 @@ def test_ratios_are_those_of_rounds():
     ],
 )
 def test_a_change_counts_where_the_ranges_do_not_meet(before, now, verdict):
-    (change,) = bench_all.changes(run_of(a=before), run_of(a=now))
+    (change,) = bench_runs.changes(run_of(a=before), run_of(a=now))
     assert change.verdict == verdict
 
 
 def test_ratios_of_one_run_alone_are_named():
-    changes = bench_all.changes(run_of(a=ratio(1, 1, 1, name="old")), run_of(a=ratio(1, 1, 1, name="new")))
+    changes = bench_runs.changes(run_of(a=ratio(1, 1, 1, name="old")), run_of(a=ratio(1, 1, 1, name="new")))
     assert {change.name: change.verdict for change in changes} == {"new": "new", "old": "gone"}
 
 
 def test_what_else_differs_is_named():
     run = {"ranks": 2, "hardware": {"host": "a", "cores": 2}, "versions": {"torch": "2.13", "hpcfsdp": "1"}}
     other = {"ranks": 3, "hardware": {"host": "b", "cores": 2}, "versions": {"torch": "2.14", "hpcfsdp": "2"}}
-    assert bench_all.differences(run, run) == []
-    assert bench_all.differences(run, other) == ["ranks", "torch"]
+    assert bench_runs.differences(run, run) == []
+    assert bench_runs.differences(run, other) == ["ranks", "torch"]
 
 
 def test_a_run_is_saved_and_read(tmp_path):
     kept = run_of(a=ratio(1.5, 1, 2))
-    bench_all.save(tmp_path / "a.json", kept)
-    assert bench_all.load(tmp_path / "a.json") == kept
-    assert list(bench_all.ratios(kept)) == [("step", ratio(1.5, 1, 2))]
+    bench_runs.save(tmp_path / "a.json", kept)
+    assert bench_runs.load(tmp_path / "a.json") == kept
+    assert list(bench_runs.ratios(kept)) == [("step", ratio(1.5, 1, 2))]
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"format": "another"}', json.dumps({"format": bench_all.FORMAT})]
+    "text", ["", "{", "[]", "{}", '{"format": "another"}', json.dumps({"format": bench_runs.FORMAT})]
 )
 def test_another_file_is_refused(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(UsageError, match=r"other\.json: hpcfsdp bench all --out has not written this file"):
-        bench_all.load(path)
+    with pytest.raises(UsageError, match=r"other\.json: this file is no report of benchmarks"):
+        bench_runs.load(path)
 
 
 def test_ratios_that_are_no_numbers_are_refused(tmp_path):
-    bench_all.save(tmp_path / "text.json", run_of(a=ratio("1.5", 1, 2)))
-    with pytest.raises(UsageError, match="has not written this file"):
-        bench_all.load(tmp_path / "text.json")
+    bench_runs.save(tmp_path / "text.json", run_of(a=ratio("1.5", 1, 2)))
+    with pytest.raises(UsageError, match="this file is no report of benchmarks"):
+        bench_runs.load(tmp_path / "text.json")
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UsageError, match=r"none\.json: No such file"):
-        bench_all.load(tmp_path / "none.json")
-
-
-def test_a_part_that_fails_does_not_stop_the_others():
-    parts = [
-        bench_all.Benchmark("wrong", ("step", "--layers", "none"), 0),
-        bench_all.Benchmark("host", ("host", "--units", "x"), 0),
-    ]
-    announced = []
-    found = bench_all.run(parts, "mpirun", 2, announced.append)
-    assert [line.split(" bench ")[1] for line in announced] == ["step --layers none --json", "host --units x --json"]
-    assert "none is not a positive whole number" in bench_all.failures(found)["wrong"]
-    assert list(bench_all.failures(found)) == ["wrong", "host"]
-    json.dumps(found, allow_nan=False)
-
-
-def test_a_launcher_that_is_not_there_is_named():
-    with pytest.raises(UsageError, match="cannot start 'no-such-mpirun'"):
-        bench_all.run([bench_all.Benchmark("step", ("step",))], "no-such-mpirun -x", 2, lambda line: None)
+        bench_runs.load(tmp_path / "none.json")
 
 
 def test_a_figure_shows_every_ratio(tmp_path):
     found = [("step", ratio(0.5, 0.4, 0.6)), ("collectives", ratio(2.0, 1.5, 4.0, "higher", "speed"))]
-    bench_all.draw_ratios(found, tmp_path / "a.svg", "a machine")
+    bench_runs.draw_ratios(found, tmp_path / "a.svg", "a machine")
     assert (tmp_path / "a.svg").read_text().count("<svg") == 1
     with pytest.raises(HpcfsdpError, match="unknown image format"):
-        bench_all.draw_ratios(found, tmp_path / "a.mp3", "a machine")
+        bench_runs.draw_ratios(found, tmp_path / "a.mp3", "a machine")
 
 
 def test_the_machine_is_described():
     found = {"date": "2026-01-02T03:04:05+00:00", "ranks": 2}
-    text = bench_all.about({**found, "hardware": bench_all.hardware(), "versions": bench_all.software()})
+    text = bench_runs.about({**found, "hardware": bench_runs.hardware(), "versions": bench_runs.software()})
     assert text.startswith("2026-01-02: ") and " cores, " in text and "torch 2" in text and text.endswith("; 2 ranks")

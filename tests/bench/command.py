@@ -1,0 +1,85 @@
+"""The options of ``python -m tests.bench``, and what it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcfsdp.cli.arguments import Parser, positive
+from hpcfsdp.cli.bench import heads_wide, measure, on_all_ranks, refuse_ranks
+from hpcfsdp.errors import UsageError
+
+ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "host": ("host.measure", {"units": 32, "repeats": 40}),
+    "scale": (
+        "scale.measure",
+        {"world_sizes": (16, 64, 256, 1024, 4096, 16384), "layers": 4, "width": 256, "repeats": 3},
+    ),
+}
+"""For each measurement of one process its function in this folder, and its options with their defaults."""
+BENCHMARKS: dict[str, tuple[str, dict[str, Any]]] = {
+    **ALONE,
+    "optim-state": ("optim_state.measure", {"layers": 16, "width": 2048, "repeats": 9}),
+    "whole-tensors": ("muon_step.measure", {"matrices": 24, "width": 1024, "repeats": 3}),
+}
+HELP = """host: the overhead of wrapping a unit, in one process (without mpirun); scale: time and memory of one rank of
+up to 16,384, in one process (without mpirun); optim-state: state dicts of a model and its optimizer, by hpcfsdp and by
+FSDP1 over gloo; whole-tensors: a step of Muon, by owners of matrices and by gathering all of them; all: every one of
+these but scale, and of hpcfsdp bench, that needs no option, with a summary (without mpirun, which it calls itself)"""
+
+
+parser = Parser(
+    "bench",
+    "Measure hpcfsdp and its peers, for developers.",
+    "python -m tests.bench host --units 8                                # one process, without mpirun",
+    "mpirun -n 2 python -m tests.bench optim-state",
+    "python -m tests.bench all --out new.json --compare old.json         # everything, next to an earlier run",
+)
+parser.prog = "python -m tests.bench"
+add = parser.add_argument
+add("what", choices=(*BENCHMARKS, "all"), metavar="WHAT", help=HELP)
+for flag, text in (
+    ("--repeats", "runs of each way; default: host: 40, optim-state: 9, scale, whole-tensors: 3"),
+    ("--layers", "optim-state: linear, 16; scale: of the GPT, 4"),
+    ("--width", "the same: a multiple of 8; default: optim-state: 2048, whole-tensors: 1024, scale: 256"),
+    ("--matrices", "whole-tensors: of the model; default: 24"),
+    ("--split-nodes", "divide each node into N imagined ones, which exchange messages; default: 1"),
+    ("--units", "host: of the model; default: 32"),
+    ("--ranks", "all: ranks that mpirun starts; default: 2"),
+):
+    add(flag, type=heads_wide if flag == "--width" else positive, metavar="N", help=text)
+add("--world-sizes", type=positive, nargs="+", metavar="N", help="scale: default 16 64 256 1024 4096 16384")
+add("--folder", metavar="DIR", help="all: of checkpoints, on the disk to measure; default: the current one")
+add("--mpirun", metavar="COMMAND", help="all: starts ranks, with its options; default: mpirun")
+add("--out", type=Path, metavar="FILE", help="all: keep every figure, as JSON")
+add("--compare", type=Path, metavar="FILE", help="all: next to an earlier run, of --out")
+add("--figure", type=Path, metavar="FILE", help="all, scale: draw the result (svg, png, pdf)")
+add("--small", action="store_true", help="all: tiny, to try the command itself")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print on rank 0, and return the exit code. Collective over all processes of the job."""
+    return on_all_ranks(_main, arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    options = parser.parse_args(arguments)
+    what = options.what
+    alone = what in (*ALONE, "all")
+    if alone:
+        refuse_ranks(what)
+        if options.split_nodes:
+            raise UsageError("bench: --split-nodes divides the ranks of a node, and this measures one process")
+    if what == "all":
+        from tests.bench.suite import run_all  # loads torch
+
+        return run_all(options)
+    function, defaults = BENCHMARKS[what]
+    given = {name: getattr(options, name) or default for name, default in defaults.items()}
+    found = measure(f"tests.bench.{function}", given, options, alone=alone)
+    if what == "scale" and options.figure is not None:
+        from tests.bench.scale import draw_scale  # as above
+
+        draw_scale(found.as_json, options.figure, found.heading)
+    return 0
