@@ -7,6 +7,7 @@
 - Numbers that an optimizer reads, and the parts of complex parameters that it steps.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -67,6 +68,10 @@ def _fill(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _by_mesh(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Compute an operation of clipping on gradients on several meshes, such as of experts and ignored parameters."""
     tensors, groups, norms = args[0], {}, {}
+    if op is _compat.CLIPPING[0] and math.inf in args[1:]:  # which torch does not compute of ranks without rows
+        tensors = [_not_empty(tensor) for tensor in tensors]
+        if any(given is not taken for given, taken in zip(args[0], tensors, strict=True)):
+            return op(tensors, *args[1:], **kwargs)
     for index, tensor in enumerate(tensors):
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(index)
     if len(groups) < 2:
@@ -77,6 +82,13 @@ def _by_mesh(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if found:
             norms.update(zip(indices, full_tensor(torch.stack(list(found))), strict=True))
     return [norms[index] for index in sorted(norms)] or None  # others have no results
+
+
+def _not_empty(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with an element of zero on this rank if it has none here."""
+    if not isinstance(tensor, DTensor) or _compat.local_of(tensor).numel():
+        return tensor
+    return _compat.dtensor_like(tensor, _compat.local_of(tensor).new_zeros(1))
 
 
 def _like(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

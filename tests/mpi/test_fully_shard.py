@@ -544,6 +544,17 @@ def test_clipping_of_ignored_parameters_and_of_several_meshes(world, norm_type):
         torch.testing.assert_close(whole(other.grad), param.grad)
 
 
+def test_the_largest_gradient_where_ranks_have_no_rows(world):
+    plain = nn.Linear(4, 1).double()
+    model = ours.fully_shard(copy.deepcopy(plain))
+    for net in (plain, model):
+        net(torch.ones(2, 4).double()).sum().backward()
+    norms = [nn.utils.clip_grad_norm_(net.parameters(), 0.1, float("inf")) for net in (plain, model)]
+    torch.testing.assert_close(whole(norms[1]), norms[0])
+    for param, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(whole(other.grad), param.grad)
+
+
 def test_ignored_parameters(world, row_meshes, ours_on):
     def program(fsdp, mesh):
         torch.manual_seed(0)
