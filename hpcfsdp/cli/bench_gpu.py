@@ -110,7 +110,7 @@ def run_report(options: argparse.Namespace) -> int:
         started = [*mpirun, "-n", str(part.ranks), *part.command] if part.ranks else list(part.command)
         print_note(f"bench: {part.name}: {shlex.join(started)}")
         began_s, environ = time.monotonic(), env.of_measured_process(str(SOURCE))
-        done = bench_runs.result_of(started, files=folder / part.name, limit_s=part.limit_s, environ=environ)
+        done = bench_runs.result_of(started, folder / part.name, limit_s=part.limit_s, environ=environ)
         took = {"date": bench_runs.now(), "seconds": round(time.monotonic() - began_s, 1)}
         found["parts"][part.name] = {"command": list(part.command), **took, **done}
         found["parts"] = {one.name: found["parts"][one.name] for one in planned if one.name in found["parts"]}

@@ -9,7 +9,6 @@ import datetime
 import json
 import platform
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -112,8 +111,8 @@ def new_run(ranks: int) -> dict[str, Any]:
 
 def result_of(
     command: Sequence[str],
+    files: Path,
     *,
-    files: Path | None = None,
     limit_s: float | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -122,11 +121,8 @@ def result_of(
     Its output is kept in `files` with the suffixes .out and .err. After `limit_s` seconds it is ended, and has failed.
     """
     with contextlib.ExitStack() as stack:
-        if files is None:
-            stdout, stderr = (stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2))
-        else:
-            paths = (files.with_suffix(suffix) for suffix in (".out", ".err"))
-            stdout, stderr = (stack.enter_context(path.open("w+", errors="replace")) for path in paths)
+        paths = (files.with_suffix(suffix) for suffix in (".out", ".err"))
+        stdout, stderr = (stack.enter_context(path.open("w+", errors="replace")) for path in paths)
         try:
             process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environ)
         except OSError as error:
@@ -143,8 +139,8 @@ def result_of(
     except (ValueError, TypeError):
         found = {"text": "\n".join(("```text", *printed.splitlines()[-_TEXT_LINES:], "```"))}
     if code is None:
-        where = "" if files is None else f"; its output is in {files.name}.out and {files.name}.err"
-        found["error"] = {"message": f"it did not end within {limit_s} s{where}"}
+        where = f"{files.name}.out and {files.name}.err"
+        found["error"] = {"message": f"it did not end within {limit_s} s; its output is in {where}"}
     elif (code or not printed) and "error" not in found:
         last = (messages or printed).splitlines()[-20:]
         found["error"] = {"message": "\n".join((f"exit code {code}", *last))}

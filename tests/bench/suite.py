@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,5 +104,6 @@ def run(
         started = [*starts, sys.executable, "-m", *command, "--json"]
         announce(shlex.join(started))
         shown = command if program[0] == "hpcfsdp" else ["python", "-m", *command]
-        found["parts"][part.title] = {"command": shown, **result_of(started)}
+        with tempfile.TemporaryDirectory() as folder:
+            found["parts"][part.title] = {"command": shown, **result_of(started, Path(folder, "output"))}
     return found
