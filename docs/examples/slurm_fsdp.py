@@ -5,13 +5,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import hpcfsdp
+from hpcfsdp.data import ResumableSampler, ThreadedLoader
 from hpcfsdp.fsdp import FullyShardedDataParallel as FSDP
 from hpcfsdp.wrap import ModuleWrapPolicy
 
-EPOCHS, BATCH = 2, 8
+EPOCHS, BATCH = 2, 16  # over all ranks
 run_dir = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/slurm_fsdp")
 
 with hpcfsdp.preemption() as stop:  # first: a signal may arrive while the program starts
@@ -25,24 +26,22 @@ with hpcfsdp.preemption() as stop:  # first: a signal may arrive while the progr
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.TransformerEncoderLayer}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    sampler = DistributedSampler(dataset, seed=0)
-    per_epoch = len(sampler) // BATCH
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS * per_epoch)
+    sampler = ResumableSampler(dataset, global_batch=BATCH)
+    loader = ThreadedLoader(dataset, batch_sampler=sampler, device=world.device)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS * len(loader))
     torch.manual_seed(1 + world.rank)  # from here on each rank draws its own numbers, as for dropout
 
     checkpoints = hpcfsdp.checkpoint.CheckpointManager(run_dir / "checkpoints", keep_last=2, asynchronous=True)
     steps, losses = [], []
-    found = checkpoints.load_latest(model=model, optimizer=optimizer)
+    found = checkpoints.load_latest(model=model, optimizer=optimizer, data=sampler)
     if found:  # rank 0's `extra` and metrics come back on every rank
         scheduler.load_state_dict(found.extra["scheduler"])
         steps, losses = found.extra["steps"], found.extra["losses"]
     step = found.step if found else 0
 
-    for epoch in range(step // per_epoch, EPOCHS):
-        sampler.set_epoch(epoch)
-        rest = list(sampler)[step % per_epoch * BATCH :]  # after a resume: without the samples that were seen
-        for inputs, targets in DataLoader(Subset(dataset, rest), batch_size=BATCH, drop_last=True):
-            loss = nn.functional.mse_loss(model(inputs.to(world.device)), targets.to(world.device))
+    for epoch in range(sampler.epoch, EPOCHS):
+        for inputs, targets in loader:  # after a resume: the samples that are left
+            loss = nn.functional.mse_loss(model(inputs), targets)
             loss.backward()
             model.clip_grad_norm_(1.0)
             optimizer.step()
@@ -53,9 +52,10 @@ with hpcfsdp.preemption() as stop:  # first: a signal may arrive while the progr
             world.communicator.all_reduce(mean, "sum")
             steps, losses = [*steps, step], [*losses, mean.item()]
             stopping = stop.requested(step)  # the same answer on every rank
-            if stopping or step % per_epoch == 0:
+            if stopping or step % len(loader) == 0:
                 extra = {"scheduler": scheduler.state_dict(), "steps": steps, "losses": losses}
-                checkpoints.save(step, model=model, optimizer=optimizer, extra=extra, metrics={"loss": (steps, losses)})
+                given = {"model": model, "optimizer": optimizer, "data": sampler, "extra": extra}
+                checkpoints.save(step, **given, metrics={"loss": (steps, losses)})
             if stopping:
                 if world.rank == 0:
                     print(f"stops after step {step}: {stop.reason}", flush=True)

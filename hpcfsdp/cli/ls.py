@@ -27,9 +27,11 @@ parser = Parser(
     "hpcfsdp ls runs/quickstart                    # the checkpoints of a run",
     "hpcfsdp ls my_model.h5                        # the tensors in a file of any name",
     "hpcfsdp ls my_model.h5 'layers.0.*' '*.bias'  # those whose names match",
+    "hpcfsdp ls --long runs/quickstart             # and how far in the data each one is",
     "hpcfsdp ls best.h5 runs/quickstart --json     # several files and folders, for programs",
 )
 parser.add_argument("path", metavar="PATH", type=Path, help="a checkpoint or a folder; may be repeated")
+parser.add_argument("--long", action="store_true", help="of checkpoints also the place in the data: epoch and samples")
 parser.add_patterns("in checkpoints: ")
 
 
@@ -43,18 +45,23 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(f"{folders[0]}: is a folder, and patterns match tensors in a file")
     if patterns or (len(paths) == 1 and not folders):
         return _list_tensors(paths, patterns, options.json)
-    return _list_checkpoints(paths, options.json)
+    return _list_checkpoints(paths, options.json, options.long)
 
 
-def _list_checkpoints(paths: Sequence[Path], json: bool) -> int:
+def _list_checkpoints(paths: Sequence[Path], json: bool, long: bool) -> int:
     entries: list[dict[str, Any]] = []
     for path in paths:
         is_folder = os.path.isdir(path)
         found = [entry for file in (checkpoints_in(path) if is_folder else [path]) for entry in _entry(file, is_folder)]
         entries += sorted(found, key=_step_and_name)
     columns = ("step", "file", "size", "tensors", "ranks", "loss", DATE, "note")
-    right = ("step", "size", "tensors", "ranks", "loss")
-    print_result(json, entries, columns, map(_row, entries), right=right, names=("file",), text=("note",))
+    rows = list(map(_row, entries))
+    right = ("step", "size", "tensors", "ranks", "loss", "epoch", "samples")
+    if long:
+        columns = (*columns[:-1], "epoch", "samples", columns[-1])
+        places = ([entry.get(name, "") for name in ("epoch", "samples")] for entry in entries)
+        rows = [(*row[:-1], *place, row[-1]) for row, place in zip(rows, places, strict=True)]
+    print_result(json, entries, columns, rows, right=right, names=("file",), text=("note",))
     return next((entry["error"]["exit_code"] for entry in entries if "error" in entry), 0)
 
 
@@ -71,6 +78,7 @@ def _entry(path: Path, is_listed: bool) -> Iterator[dict[str, Any]]:
     else:
         info = index.info
         entry |= {"step": info.step, "ranks": info.world_size, "date": info.date, "tensors": len(index.tensors)}
+        entry |= {} if info.place is None else dict(zip(("epoch", "samples"), info.place, strict=True))
         # The last value of the metric "loss", or of the first with "loss" in its name.
         for name in sorted((name for name in index.metrics if "loss" in name), key=lambda name: name != "loss"):
             steps, values = index.metrics[name]

@@ -76,7 +76,8 @@ def _about_file(index: CheckpointIndex) -> tuple[dict[str, Any], dict[str, Any]]
         last, step = (values[-1].item(), int(steps[-1])) if len(steps) else (None, None)
         metrics[name] = {"values": len(steps), "last": last, "step": step}
     nested = {"tied_names": dict(index.links), "parts": [part.name for part in index.parts]}
-    nested |= {"optimizer_groups": groups, "metrics": metrics, "extra": index.extra, "config": info.config}
+    nested |= {"optimizer_groups": groups, "metrics": metrics, "extra": index.extra}
+    nested |= {"data": info.data or {}, "config": info.config}
     return facts, nested
 
 

@@ -130,7 +130,7 @@ class ResumableSampler(Sampler[list[int]]):
         self._epoch, self._samples = self._place()
         if not self._samples:
             self._lanes = self.global_batch
-        self._iteration = BatchIterator(self, self._samples, self._order(), ahead)
+        self._iteration = BatchIterator(self, ahead)
         return self._iteration
 
     def set_epoch(self, epoch: int) -> None:
@@ -141,8 +141,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place, and what the order depends on; equal on all ranks."""
-        epoch, samples = self._place()
-        return self._state(epoch, samples)
+        return self._state(*self._place())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a place that any number of ranks has had.
@@ -183,10 +182,11 @@ class ResumableSampler(Sampler[list[int]]):
             "blocks": None if self._blocks is None else self._blocks.digest(),
         }
 
-    def _place(self) -> tuple[int, int]:
-        samples = self._samples
-        if self._iteration is not None:
-            samples = min(self.length, samples + self._iteration.handed_out * self.global_batch)
+    def _place(self, batches: int | None = None) -> tuple[int, int]:
+        """Return epoch and samples behind so many batches of the loop; None: those that were handed out."""
+        if batches is None:
+            batches = 0 if self._iteration is None else self._iteration.handed_out
+        samples = min(self.length, self._samples + batches * self.global_batch)
         is_over = not _batches(self.length - samples, self.global_batch, self._tail)
         return (self._epoch + 1, 0) if is_over else (self._epoch, samples)
 
@@ -195,12 +195,12 @@ class ResumableSampler(Sampler[list[int]]):
             return lambda places: places
         return order_of(self.length, seed=self._seed, epoch=self._epoch, blocks=self._blocks, lanes=self._lanes)
 
-    def batches_from(self, samples: int) -> int:
-        """Return the number of batches of an epoch after so many samples."""
-        return _batches(self.length - samples, self.global_batch, self._tail)
+    def _batches_left(self) -> int:
+        return _batches(self.length - self._samples, self.global_batch, self._tail)
 
-    def share(self, first: int) -> np.ndarray:
-        """Return places in the order of this rank's part of the batch that begins at `first`."""
+    def _share(self, number: int) -> np.ndarray:
+        """Return places in the order of this rank's part of a batch of the loop."""
+        first = self._samples + number * self.global_batch
         size = self.global_batch if self._tail == "pad" else min(self.global_batch, self.length - first)
         begin, end = (first + size * rank // self.ranks for rank in (self.rank, self.rank + 1))
         return np.arange(begin, end) % self.length
@@ -213,9 +213,12 @@ class BatchIterator(Iterator[list[int]]):
         handed_out: so many batches.
     """
 
-    def __init__(self, sampler: ResumableSampler, first: int, order: Order, ahead: int | None) -> None:
-        self._sampler, self._first, self._order, self._ahead = sampler, first, order, ahead
-        self._number = sampler.batches_from(first)
+    def __init__(self, sampler: ResumableSampler, ahead: int | None) -> None:
+        self._sampler, self._ahead = sampler, ahead
+        self._begin()
+
+    def _begin(self) -> None:
+        self._number, self._order = self._sampler._batches_left(), self._sampler._order()
         self._asked = self.handed_out = 0
         self._ready: list[list[int]] = []  # the next batches, the first one last
 
@@ -234,11 +237,20 @@ class BatchIterator(Iterator[list[int]]):
         """Count a batch."""
         self.handed_out += 1
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place behind the batches that were asked for, which torchdata's loader keeps for each of them."""
+        return self._sampler._state(*self._sampler._place(min(self._asked, self._number)))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a place; see ``ResumableSampler.load_state_dict``."""
+        self._sampler.load_state_dict(state)
+        self._sampler._iteration = self
+        self._begin()
+
     def _compute(self) -> None:
-        sampler, batch = self._sampler, self._sampler.global_batch
-        count = max(1, _AT_ONCE * sampler.ranks // batch)
-        numbers = range(self._asked - 1, min(self._number, self._asked - 1 + count))
-        shares = [sampler.share(self._first + number * batch) for number in numbers]
+        sampler = self._sampler
+        count = max(1, _AT_ONCE * sampler.ranks // sampler.global_batch)
+        shares = [sampler._share(each) for each in range(self._asked - 1, self._number)[:count]]
         found = self._order(np.concatenate(shares))
         edges = np.cumsum([len(share) for share in shares])[:-1]
         self._ready = [each.tolist() for each in np.split(found, edges)][::-1]

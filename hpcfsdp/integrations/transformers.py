@@ -18,6 +18,7 @@ from transformers.utils import is_peft_available
 
 from hpcfsdp import checkpoint
 from hpcfsdp.comm import raise_together
+from hpcfsdp.data import ResumableSampler, ThreadedLoader
 from hpcfsdp.errors import CheckpointError, LaunchError, UsageError
 from hpcfsdp.fsdp import FullyShardedDataParallel
 from hpcfsdp.integrations.accelerate import ShardedAccelerator, plain_optimizer, running_world
@@ -60,6 +61,8 @@ class ShardedTrainer(Trainer):
         args: its `fsdp_config` sets how to shard (docs/how-to/transformers.md); `bf16` and `fp16` set what to compute
             in. Leave `fsdp` unset: the model is always sharded.
         fsdp_options: further arguments of ``hpcfsdp.fsdp.FullyShardedDataParallel``.
+        data: the order of ``train_dataset``, whose place goes into checkpoints, so that any number of ranks goes on
+            with the next sample. Its `global_batch` counts, not ``per_device_train_batch_size``; threads read ahead.
         preemption: of ``hpcfsdp.preemption()``: when it asks for it all ranks stop after the same step, save a
             checkpoint, and leave with exit code 75. An evaluation that is due at that step is left out.
         given, named: other arguments of ``Trainer``, or of the class behind this one, in that one's order::
@@ -75,6 +78,7 @@ class ShardedTrainer(Trainer):
         self,
         *given: Any,
         fsdp_options: Mapping[str, Any] | None = None,
+        data: ResumableSampler | None = None,
         preemption: Preemption | None = None,
         **named: Any,
     ) -> None:
@@ -93,7 +97,8 @@ class ShardedTrainer(Trainer):
             raise UsageError("activation checkpointing is set in TrainingArguments and in fsdp_config: choose one")
         if args is not None:  # or the base class would have torch shard the model, too
             args.fsdp, args.fsdp_plugin_args = None, None
-        self._generators = HeldGenerators()
+            args.ignore_data_skip = args.ignore_data_skip or data is not None  # the sampler goes on by itself
+        self._data, self._generators = data, HeldGenerators()
         self._whole_numel = 0
         super().__init__(**named)
         if preemption is not None:
@@ -130,6 +135,13 @@ class ShardedTrainer(Trainer):
             self._whole_numel = model.num_parameters(exclude_embeddings=True)
         self.model_wrapped = self.accelerator.prepare_model(model)
         return self.model_wrapped
+
+    def get_train_dataloader(self) -> Any:
+        """As in ``Trainer``; with `data` a ``ThreadedLoader`` of the same set and collator."""
+        loader = super().get_train_dataloader()
+        if self._data is None:
+            return loader
+        return ThreadedLoader(loader.dataset, batch_sampler=self._data, collate_fn=loader.collate_fn)
 
     def create_optimizer(self, *given: Any, **named: Any) -> torch.optim.Optimizer:
         """As in ``Trainer``. Raises UsageError for optimizers by name that look at whole matrices."""
@@ -239,6 +251,7 @@ class ShardedTrainer(Trainer):
             config=settings,
             metrics=_curves(self.state.log_history),
             names=self._saved_names(),
+            data=self._data,
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -255,7 +268,8 @@ class ShardedTrainer(Trainer):
             return
         path, optimizer = Path(checkpoint_dir) / FILE_NAME, plain_optimizer(self.optimizer)
         with self._generators.held_back(running_world().device):
-            found = checkpoint.load(path, model=self.model_wrapped, optimizer=optimizer, names=self._saved_names())
+            given = {"optimizer": optimizer, "names": self._saved_names(), "data": self._data}
+            found = checkpoint.load(path, model=self.model_wrapped, **given)
         unpack(found.extra, self._holders(), path)
 
     def _load_rng_state(self, checkpoint_dir: str | None) -> None:

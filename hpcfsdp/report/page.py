@@ -91,7 +91,7 @@ def start_table(run: RunFolder) -> PageTable:
 def checkpoint_tables(run: RunFolder) -> tuple[PageTable, PageTable]:
     """Return the newest checkpoints, and older ones."""
     made = [("step", "number"), ("file", "nowrap"), ("size", "number"), ("written", "date")]
-    made += [("took", "number"), ("held", "number"), ("state", "nowrap")]
+    made += [("took", "number"), ("held", "number"), ("data", "nowrap"), ("state", "nowrap")]
     rows = [_checkpoint_row(one) for one in reversed(run.checkpoints)]
     label = f"{counted(len(rows) - NEWEST, 'older checkpoint')}"
     label += f", the newest {MOST_ROWS}" if len(rows) - NEWEST > MOST_ROWS else ""
@@ -108,6 +108,7 @@ def _checkpoint_row(one: SavedCheckpoint) -> list[str]:
         date_of(one.seconds),
         "" if one.took_s is None else readable_duration(one.took_s),
         "" if one.held_s is None else readable_duration(one.held_s),
+        "" if one.place is None else f"epoch {one.place[0]}, {counted(one.place[1], 'sample')}",
         state,
     ]
 

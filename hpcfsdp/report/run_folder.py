@@ -74,6 +74,7 @@ class SavedCheckpoint:
     asynchronous: bool | None = None
     present: bool = False  # whether the file is there
     world_size: int | None = None  # ranks that wrote it; None where the file was not opened
+    place: tuple[int, int] | None = None  # the epoch and its samples that it was trained on; None where unknown
     fault: str = ""  # why it cannot be loaded, or "". Only the newest files are opened, and no tensors are read.
 
 
@@ -97,7 +98,7 @@ def find_checkpoints(folder: Path, events: Iterable[RunEvent]) -> tuple[SavedChe
             ordered[place] = replace(one, fault=str(error))
             continue
         written = seconds_of(info.date) if math.isnan(one.seconds) else one.seconds
-        ordered[place] = replace(one, world_size=info.world_size, seconds=written)
+        ordered[place] = replace(one, world_size=info.world_size, seconds=written, place=info.place)
     return tuple(ordered)
 
 

@@ -22,6 +22,7 @@ from hpcfsdp import checkpoint
 from hpcfsdp.cli import train as command
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.comm.mpi.communicator import MpiCommunicator
+from hpcfsdp.data import ResumableSampler
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointMismatchError, DataError, HpcfsdpError, UsageError
 from hpcfsdp.examples.gpt import data, loop
 from hpcfsdp.examples.gpt.callbacks import Callbacks
@@ -107,13 +108,16 @@ def plain_run(config):
     torch.manual_seed(config.seed)
     model = GPT(config.model)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(OPTIM.beta1, OPTIM.beta2), weight_decay=OPTIM.weight_decay)
-    losses, norms = [], []
+    length = data.num_windows(len(corpus), config.model.context)
+    sampler = ResumableSampler(length, global_batch=config.train.batch, seed=config.seed, tail="pad", rank=0, ranks=1)
+    losses, norms, batches = [], [], iter(sampler)
     for step in range(config.train.steps):
         optimizer.param_groups[0]["lr"] = learning_rate(step, config.train.steps, OPTIM)
-        window = config.model.context + 1
-        samples = range(step * config.train.batch, (step + 1) * config.train.batch)
-        starts = [data.train_window(config.seed, sample, len(corpus), window) for sample in samples]
-        ids = torch.stack([torch.from_numpy(corpus.read(start, window)) for start in starts]).long()
+        context = config.model.context
+        if not (samples := next(batches, None)):
+            samples = next(batches := iter(sampler))
+        windows = [corpus.read(sample * context, context + 1) for sample in samples]
+        ids = torch.stack([torch.from_numpy(window) for window in windows]).long()
         loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_norm).item())

@@ -5,6 +5,7 @@ A line for each step: when, in which run of the job (its number, and its restart
 
 import json
 import os
+import sys
 import time
 
 from hpcfsdp.cli.main import run
@@ -13,8 +14,9 @@ from hpcfsdp.examples.gpt import data
 _share = data.share
 
 
-def _recorded_share(step, batch, accumulation, rank, size):
-    parts = _share(step, batch, accumulation, rank, size)
+def _recorded_share(batch, accumulation, rank, size):
+    parts = _share(batch, accumulation, rank, size)
+    step = sys._getframe(1).f_locals["self"].step  # of the trainer
     names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")
     record = {"time": time.time(), "run": [int(os.environ.get(name, "0")) for name in names], "step": step + 1}
     with open(f"samples-{rank}.jsonl", "a") as file:

@@ -67,7 +67,7 @@ def test_help_of_a_verb_loads_neither_torch_nor_mpi(run_python):
 def test_dir_lists_the_public_names():
     names = {"FullyShardedDataParallel", "World", "init", "finalize", "checkpoint", "errors", "fsdp", "mpi", "wrap"}
     names |= {"fsdp2", "fully_shard", "param_groups", "param_info", "Preemption", "preemption", "exit_requeue"}
-    names |= {"observe", "optim", "resilient", "WeightedMean"}
+    names |= {"data", "observe", "optim", "resilient", "WeightedMean"}
     assert names | {"__version__"} == set(hpcfsdp.__all__)
     assert set(hpcfsdp.__all__) <= set(dir(hpcfsdp))
     assert dir(hpcfsdp) == sorted(dir(hpcfsdp))

@@ -161,6 +161,12 @@ class CheckpointInfo:
     source: Literal["file", "memory"] = "file"
     """Where it was: in memory, `path` is where the file of this step is, or would be."""
 
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """The epoch, and the samples of it that had been read; None where the file does not say."""
+        epoch, samples = ((self.data or {}).get(name) for name in ("epoch", "samples"))
+        return (epoch, samples) if type(epoch) is int and type(samples) is int else None
+
 
 def supported(dtype: str) -> bool:
     """Return whether tensors of this dtype (torch's name) can be written."""

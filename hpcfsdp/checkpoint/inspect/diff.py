@@ -232,7 +232,7 @@ def absolute_difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def _values(index: CheckpointIndex) -> dict[str, Any]:
     """Everything but tensors, by name."""
     info = index.info
-    found: dict[str, Any] = {"step": info.step, "config": info.config, "extra": index.extra}
+    found: dict[str, Any] = {"step": info.step, "config": info.config, "extra": index.extra, "data": info.data}
     optimizer = {"optimizer group": index.param_groups, "optimizer scalars": index.scalars}
     found |= {name: value for name, value in optimizer.items() if value is not None}
     found["metrics"] = {name: {"steps": steps, "values": values} for name, (steps, values) in index.metrics.items()}

@@ -120,15 +120,16 @@ def make_split(paths: Sequence[str], held_out: float) -> Split:
     return Split(tuple(train), tuple(kept), source, hashlib.blake2b(listing, digest_size=8).hexdigest())
 
 
-def train_window(seed: int, sample: int, corpus_bytes: int, length: int) -> int:
-    """Return the first byte of training sequence number `sample`; the same on any number of ranks."""
-    return int(np.random.default_rng([seed, sample]).integers(corpus_bytes - length + 1))
+def num_windows(corpus_bytes: int, context: int) -> int:
+    """Return the number of training sequences: of `context` bytes each, with the byte that follows them."""
+    return (corpus_bytes - 1) // context
 
 
-def share(step: int, batch: int, accumulation: int, rank: int, size: int) -> list[range]:
-    """Return the sample numbers of this rank in each micro-batch of a step; `batch` of them over all ranks."""
-    cuts = [step * batch + batch * part // (accumulation * size) for part in range(accumulation * size + 1)]
-    return [range(cuts[part * size + rank], cuts[part * size + rank + 1]) for part in range(accumulation)]
+def share(samples: Sequence[int], accumulation: int, rank: int, size: int) -> list[Sequence[int]]:
+    """Return this rank's samples in each micro-batch, of those of a step over all ranks."""
+    parts = accumulation * size
+    cuts = [len(samples) * part // parts for part in range(parts + 1)]
+    return [samples[cuts[part * size + rank] : cuts[part * size + rank + 1]] for part in range(accumulation)]
 
 
 def mask_seed(seed: int, step: int, part: int) -> int:

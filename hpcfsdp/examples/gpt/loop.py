@@ -7,7 +7,7 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from hpcfsdp import Preemption, World, checkpoint, observe
+from hpcfsdp.data import ResumableSampler
 from hpcfsdp.errors import CheckpointError, CheckpointMismatchError, DataError, HpcfsdpError, UsageError
 from hpcfsdp.examples.gpt import data
 from hpcfsdp.examples.gpt.callbacks import Callbacks
@@ -68,8 +69,13 @@ class Trainer:
         self.resumed_from: checkpoint.CheckpointInfo | None = None
         self.observed: observe.Run | None = None
         # Rank 0 looks for all: one walk through the folders, and one view of a shared file system.
-        self.newest, self.split = on_rank_0(world, self._look)
+        self.newest, self.split, self.keeps_place = on_rank_0(world, self._look)
         self.corpus = data.Corpus(self.split.train)
+        windows = data.num_windows(len(self.corpus), config.model.context)
+        # The samples of all ranks, which micro-batches and parts divide, also where these do not divide the batch.
+        options: dict[str, Any] = {"seed": config.seed, "tail": "pad", "rank": 0, "ranks": 1}
+        self.sampler = ResumableSampler(windows, global_batch=config.train.batch, **options)
+        self.batches: Iterator[list[int]] = iter(())
         self.mesh = make_mesh(config.mesh, world)
         self.share = share_of(self.mesh, world)
         torch.manual_seed(config.seed)
@@ -122,7 +128,7 @@ class Trainer:
     def save(self, *, now: bool) -> None:
         """Save checkpoints of the current step that are due, or a file `now`, unless parameters are not finite."""
         given: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "config": self.saved_config}
-        given["extra"] = {"data": {"samples": self.step * self.config.train.batch, "corpus": self.split.fingerprint}}
+        given |= {"data": self.sampler, "extra": {"data": {"corpus": self.split.fingerprint}}}
         if now:
             self.manager.step()
             with self.observed.paused():
@@ -165,9 +171,9 @@ class Trainer:
         set_rate(self.optimizer, config.optim, rate)
         predicted = config.train.batch * config.model.context
         nats, own = torch.zeros((), dtype=torch.float64, device=self.world.device), 0
-        for samples in data.share(self.step, config.train.batch, config.train.accumulation, share.rank, share.size):
-            starts = [data.train_window(config.seed, s, len(self.corpus), self.window) for s in samples]
-            ids = to_device(np.stack([self.corpus.read(s, self.window) for s in starts]), self.world.device)
+        for samples in data.share(self._next_batch(), config.train.accumulation, share.rank, share.size):
+            windows = [self.corpus.read(sample * config.model.context, self.window) for sample in samples]
+            ids = to_device(np.stack(windows), self.world.device)
             logits = self.model(ids[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
             # FSDP averages gradients over the parts. The mean over all bytes of the step differs from that where parts
@@ -187,6 +193,14 @@ class Trainer:
         self.step += 1
         return mean, norm, rate, own
 
+    def _next_batch(self) -> list[int]:
+        """Return the samples of a step, over all ranks; behind the last ones of an epoch those of the next."""
+        batch = next(self.batches, None)
+        if batch is None:
+            self.batches = iter(self.sampler)
+            batch = next(self.batches)
+        return batch
+
     def _check_finite(self) -> None:
         # The loss shows it one step later, when the checkpoint to go back to would hold it already.
         finite = [param.detach().isfinite().all() for param in self.model.parameters()]
@@ -196,8 +210,11 @@ class Trainer:
             ranks = f"{int(bad_ranks.item())} of {self.world.size} rank(s)"
             raise _diverged(f"the parameters are not finite after step {self.step} on {ranks}")
 
-    def _look(self) -> tuple[Path | None, data.Split]:
-        """On one rank. The newest checkpoint and the data, which fit each other; no memory of a device is used yet."""
+    def _look(self) -> tuple[Path | None, data.Split, bool]:
+        """On one rank. The newest checkpoint, the data, and whether its place in the data counts.
+
+        They fit each other; no memory of a device is used yet.
+        """
         folder = self.run_dir / "checkpoints"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -215,14 +232,17 @@ class Trainer:
             paths = checkpoint.checkpoint_files(folder)[::-1]
         else:
             paths = [] if given in ("auto", "never") else [Path(given)]
+        keeps_place = False
         for path in paths:
             try:
                 info = checkpoint.open_index(path).info
             except CheckpointError:  # loading reports it, or falls back to the one before
                 continue
             check_changes(self.config, split.fingerprint, info)
+            same = info.extra.get("data", {}).get("corpus") == split.fingerprint
+            keeps_place = same and info.data is not None and info.data.get("seed") == self.config.seed
             break
-        return newest, split
+        return newest, split, keeps_place
 
     def _find_data(self) -> data.Split:
         split = data.make_split(as_list(self.config.data.paths), self.config.data.held_out)
@@ -249,10 +269,12 @@ class Trainer:
             # A job that the scheduler starts again has its first arguments: it must not start over.
             log.warning("the run has continued since %s: resuming from %s", wanted, path)
         began = time.perf_counter()
+        given: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        given |= {"data": self.sampler if self.keeps_place else None, "fresh": True}
         try:
-            info = self.manager.load_latest(model=self.model, optimizer=self.optimizer, fresh=True)
+            info = self.manager.load_latest(**given)
             if info is None and path is not None:
-                info = checkpoint.load(path, model=self.model, optimizer=self.optimizer, fresh=True)
+                info = checkpoint.load(path, **given)
         except CheckpointError as error:
             error.args = (f"{error}\nmove the file away to start without it, or choose another run_dir",)
             raise
@@ -264,6 +286,8 @@ class Trainer:
             elements = count_elements(self.config.model)
             log.info("new run: %d parameters on %s, %s", elements, ranks, self.world.device.type)
             return
+        if not self.keeps_place and info.place is not None:  # in an order that is another one now
+            self.sampler.set_epoch(info.place[0] + 1)
         self.step, self.resumed_from = info.step, info
         self.newest = info.path if info.source == "file" else self.newest
         source, seconds = info.path if info.source == "file" else info.source, time.perf_counter() - began
