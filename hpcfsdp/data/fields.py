@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import threading
 import weakref
 import zlib
@@ -27,6 +28,7 @@ BLOCK_BYTES = 1 << 20
 """Of samples that are stored without chunks: enough for a disk to read at its speed."""
 
 _DEFLATE, _SHUFFLE = 1, 2  # HDF5's numbers of filters
+_KEPT = 15  # batches of one field whose memory may be used again
 _PLACES = 4096  # of blocks that are remembered for each file and field
 _KINDS = "fiubc"  # of numpy's dtypes that tensors have
 
@@ -53,12 +55,16 @@ class Field:
         """Bytes of a sample; a guess where they differ."""
         return math.prod(self.shape) * schema.numpy_dtype(self.dtype).itemsize if self.kind == "numbers" else 256
 
-    def empty(self, count: int, pin_memory: bool) -> Output:
+    def empty(self, count: int, memory: Memory) -> Output:
         """Return room for `count` samples."""
         if self.kind != "numbers":
             return Output([None] * count, None)
-        tensor = torch.empty((count, *self.shape), dtype=getattr(torch, self.dtype), pin_memory=pin_memory)
-        return Output(tensor, tensor.view(-1).view(torch.uint8).numpy().reshape(count, self.nbytes))
+        if not count * self.nbytes:
+            values = torch.empty((count, *self.shape), dtype=getattr(torch, self.dtype))
+            return Output(values, np.empty((count, self.nbytes), np.uint8))
+        found = memory.take(count * self.nbytes)
+        values = torch.from_numpy(found).view(getattr(torch, self.dtype)).view(count, *self.shape)
+        return Output(values, found.reshape(count, self.nbytes))
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,24 @@ class Output:
 
     values: torch.Tensor | list[Any]
     memory: np.ndarray | None
+
+
+class Memory:
+    """Memory of batches, which is used again when no tensor has it any more: new pages cost as much as a read."""
+
+    def __init__(self) -> None:
+        self._lock, self._known = threading.Lock(), list[np.ndarray]()
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """Return so many bytes that nobody uses."""
+        with self._lock:
+            for place in range(len(self._known)):
+                # A tensor keeps the array, and so do all that share its memory. Two are the list and this call.
+                if self._known[place].nbytes == nbytes and sys.getrefcount(self._known[place]) == 2:
+                    return self._known[place]
+            made = np.empty(nbytes, np.uint8)
+            self._known = [*self._known[-_KEPT:], made]
+            return made
 
 
 @dataclass(frozen=True)
@@ -220,6 +244,14 @@ class _Chunk:
         self.left, self.nbytes, self.values, self.lock = rows, 0, None, threading.Lock()
 
 
+class UnreadableRow(Exception):
+    """A row that cannot be read, for the reason that is the cause."""
+
+    def __init__(self, row: int, place: int) -> None:
+        super().__init__(row, place)
+        self.row, self.place = row, place
+
+
 class FieldReader:
     """Reads samples of one field of one file. Threads may use it at the same time."""
 
@@ -230,6 +262,8 @@ class FieldReader:
         self.field, self._together = found.field, found.together
         dataset, layout = self._dataset, self._dataset.id.get_create_plist()
         self._chunk_rows = dataset.chunks[0] if dataset.chunks else 0
+        self._nbytes = self.field.nbytes
+        self._per_block = self._chunk_rows or self._together
         filters = [layout.get_filter(number)[0] for number in range(layout.get_nfilters())]
         kind = dataset.id.get_type()
         # In memory as in the file: h5py converts the rest, such as numbers of the other byte order.
@@ -243,36 +277,41 @@ class FieldReader:
         self._places: OrderedDict[int, int | None] = OrderedDict()  # of blocks: their first byte; None: elsewhere
         self._lock = threading.Lock()
 
-    def read(self, row: int, output: Output, place: int, wait: bool) -> bool:
-        """Read one row to a place of the output; return False, unless told to `wait`, if another thread decodes it."""
+    def read(self, rows: list[tuple[int, int]], output: Output, wait: bool) -> list[tuple[int, int]]:
+        """Read rows to their places in the output; return those that other threads decode, unless told to `wait`.
+
+        Raise UnreadableRow where that fails.
+        """
+        values: Any = output.values if output.memory is None else output.memory
         if output.memory is not None and not output.memory.shape[1]:
-            return True
-        if self._plain and output.memory is not None:
-            begin = self._place_of(row)
-            if begin is not None:
-                got = os.preadv(self._file.fd, [output.memory[place]], begin)
-                if got != output.memory.shape[1]:
-                    raise DataError(f"{self._file.path}: has become shorter while it was read")
-                return True
-        found = self._cached(row, wait)
-        if found is not None:
-            (output.values if output.memory is None else output.memory)[place] = found
-        return found is not None
+            return []
+        later = []
+        for row, place in rows:
+            try:
+                if self._plain and output.memory is not None and (begin := self._place_of(row)) is not None:
+                    if os.preadv(self._file.fd, [values[place]], begin) != values.shape[1]:
+                        raise EOFError("the file has become shorter")
+                elif (found := self._cached(row, wait)) is None:
+                    later.append((row, place))
+                else:
+                    values[place] = found
+            except Exception as error:  # h5py raises half a dozen types on damaged files
+                raise UnreadableRow(row, place) from error
+        return later
 
     def _place_of(self, row: int) -> int | None:
         """Return the first byte of a row in the file; None where HDF5 has to be asked."""
-        size, together = self.field.nbytes, self._chunk_rows or self._together
-        block = row // together
-        with self._lock:
-            known = block in self._places
-            begin = self._places[block] if known else self._find(block, together)
-            if not known:
+        block, within = divmod(row, self._per_block)
+        begin = self._places.get(block, -1)
+        if begin == -1:
+            begin = self._find(block, self._per_block)
+            with self._lock:
                 self._places[block] = begin
                 if len(self._places) > _PLACES:
                     self._places.popitem(last=False)
-                if begin is not None:  # the other samples of the block come soon
-                    os.posix_fadvise(self._file.fd, begin, together * size, os.POSIX_FADV_WILLNEED)
-        return None if begin is None else begin + (row - block * together) * size
+            if begin is not None:  # the other samples of the block come soon
+                os.posix_fadvise(self._file.fd, begin, self._per_block * self._nbytes, os.POSIX_FADV_WILLNEED)
+        return None if begin is None else begin + within * self._nbytes
 
     def _find(self, block: int, together: int) -> int | None:
         dataset = self._dataset
@@ -280,7 +319,7 @@ class FieldReader:
             found = dataset.id.get_chunk_info_by_coord((block * together,) + (0,) * (dataset.ndim - 1))
             return found.byte_offset
         begin = dataset.id.get_offset()
-        return None if begin is None else begin + block * together * self.field.nbytes
+        return None if begin is None else begin + block * together * self._nbytes
 
     def _cached(self, row: int, wait: bool) -> Any:
         rows = (self._chunk_rows if self._filters is not None else 0) or self._together
@@ -299,10 +338,10 @@ class FieldReader:
         itemsize = schema.numpy_dtype(self.field.dtype).itemsize
         for kind in reversed(self._filters or ()):
             if kind == _DEFLATE:
-                data = zlib.decompress(data, bufsize=self._chunk_rows * self.field.nbytes)
+                data = zlib.decompress(data, bufsize=self._chunk_rows * self._nbytes)
             elif itemsize > 1:
                 data = np.frombuffer(data, np.uint8).reshape(itemsize, -1).T.copy()
-        return np.frombuffer(data, np.uint8).reshape(self._chunk_rows, self.field.nbytes)
+        return np.frombuffer(data, np.uint8).reshape(self._chunk_rows, self._nbytes)
 
     def _through_h5py(self, first: int, end: int) -> Any:
         dataset = self._dataset
@@ -316,4 +355,4 @@ class FieldReader:
         space = dataset.id.get_space()
         space.select_hyperslab((first,) + (0,) * (dataset.ndim - 1), rows.shape)
         dataset.id.read(h5py.h5s.create_simple(rows.shape), space, rows, memory)
-        return rows.view(np.uint8).reshape(end - first, self.field.nbytes)
+        return rows.view(np.uint8).reshape(end - first, self._nbytes)

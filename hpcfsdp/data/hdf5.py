@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from hpcfsdp.comm import Communicator, communicator_for, of_rank_0, raise_together
 from hpcfsdp.comm.fake import FakeCommunicator
-from hpcfsdp.data.fields import ChunkCache, FieldReader, HDF5File, Stored, stored
+from hpcfsdp.data.fields import ChunkCache, FieldReader, HDF5File, Memory, Stored, UnreadableRow, stored
 from hpcfsdp.data.order import Blocks
 from hpcfsdp.errors import DataError, UsageError
 from hpcfsdp.hang.calls import public_call
@@ -114,12 +114,12 @@ class HDF5Dataset(Dataset[Any]):
             return columns[0]
         return [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]
 
-    def batch(self, indices: Sequence[int], *, pin_memory: bool = False) -> Any:
+    def batch(self, indices: Sequence[int]) -> Any:
         """Return samples as one tensor for each field, with the samples as first dimension; lists where they differ.
 
         It is what a ``DataLoader`` collates, read without a copy.
         """
-        batch = self._read(indices, pin_memory)
+        batch = self._read(indices)
         return next(iter(batch.values())) if self._is_one else batch
 
     def where(self, index: int) -> str:
@@ -142,22 +142,24 @@ class HDF5Dataset(Dataset[Any]):
         files = np.searchsorted(self._ends, wanted, side="right")
         return files, wanted - self._ends[files] + self.blocks.lengths[files]
 
-    def _read(self, indices: Sequence[int], pin_memory: bool = False) -> dict[str, Any]:
+    def _read(self, indices: Sequence[int]) -> dict[str, Any]:
         files, rows = self._places(indices)
-        outputs = {key: field.empty(len(rows), pin_memory) for key, field in self._fields.items()}
+        outputs = {key: field.empty(len(rows), self._memory[key]) for key, field in self._fields.items()}
+        of_file: dict[int, list[tuple[int, int]]] = {}  # rows, and their places in the batch
+        for place, (number, row) in enumerate(zip(files.tolist(), rows.tolist(), strict=True)):
+            of_file.setdefault(number, []).append((row, place))
+        todo = [(number, key, found) for number, found in of_file.items() for key in outputs]
         # What other threads decode just now is read last: thus threads decode different chunks.
-        todo, later = [(place, key) for place in range(len(rows)) for key in outputs], []
-        for tasks, wait in ((todo, False), (later, True)):
-            for place, key in tasks:
-                number, row = int(files[place]), int(rows[place])
+        for wait in (False, True):
+            later = []
+            for number, key, found in todo:
                 try:
-                    if not self._opened(number)[key].read(row, outputs[key], place, wait):
-                        later.append((place, key))
-                except DataError:
-                    raise
-                except Exception as error:  # h5py raises half a dozen types on damaged files
-                    what = f"{self.files[number]}: sample {int(indices[place])} (row {row}) cannot be read: {error}"
-                    raise DataError(what) from error
+                    left = self._opened(number)[key].read(found, outputs[key], wait)
+                except UnreadableRow as error:
+                    what = f"sample {int(indices[error.place])} (row {error.row})"
+                    raise DataError(f"{self.files[number]}: {what} cannot be read: {error.__cause__}") from error
+                later += [(number, key, left)] if left else []
+            todo = later
         return {key: output.values for key, output in outputs.items()}
 
     def _opened(self, number: int) -> dict[str, FieldReader]:
@@ -182,12 +184,12 @@ class HDF5Dataset(Dataset[Any]):
     def _start(self) -> None:
         self._process = os.getpid()
         self._lock = threading.RLock()
-        self._cache = ChunkCache(self._cache_bytes)
+        self._cache, self._memory = ChunkCache(self._cache_bytes), {key: Memory() for key in self._fields}
         self._readers: OrderedDict[int, dict[str, FieldReader]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
-        own = ("_process", "_lock", "_cache", "_readers")
+        own = ("_process", "_lock", "_cache", "_memory", "_readers")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

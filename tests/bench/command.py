@@ -11,6 +11,7 @@ from hpcfsdp.cli.bench import heads_wide, measure, on_all_ranks, refuse_ranks
 from hpcfsdp.errors import UsageError
 
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "data": ("data.measure", {"samples": 4096, "folder": None, "repeats": 3}),
     "host": ("host.measure", {"units": 32, "repeats": 40}),
     "scale": (
         "scale.measure",
@@ -23,10 +24,11 @@ BENCHMARKS: dict[str, tuple[str, dict[str, Any]]] = {
     "optim-state": ("optim_state.measure", {"layers": 16, "width": 2048, "repeats": 9}),
     "whole-tensors": ("muon_step.measure", {"matrices": 24, "width": 1024, "repeats": 3}),
 }
-HELP = """host: the overhead of wrapping a unit, in one process (without mpirun); scale: time and memory of one rank of
-up to 16,384, in one process (without mpirun); optim-state: state dicts of a model and its optimizer, by hpcfsdp and by
-FSDP1 over gloo; whole-tensors: a step of Muon, by owners of matrices and by gathering all of them; all: every one of
-these but scale, and of hpcfsdp bench, that needs no option, with a summary (without mpirun, which it calls itself)"""
+HELP = """data: reading HDF5 files, next to a DataLoader with workers and to raw reads, in one process (without mpirun);
+host: the overhead of wrapping a unit, likewise; scale: time and memory of one rank of up to 16,384, likewise;
+optim-state: state dicts of a model and its optimizer, by hpcfsdp and by FSDP1 over gloo; whole-tensors: a step of Muon,
+by owners of matrices and by gathering all of them; all: every one of these but scale and data, and of hpcfsdp bench,
+that needs no option, with a summary (without mpirun, which it calls itself)"""
 
 
 parser = Parser(
@@ -40,17 +42,18 @@ parser.prog = "python -m tests.bench"
 add = parser.add_argument
 add("what", choices=(*BENCHMARKS, "all"), metavar="WHAT", help=HELP)
 for flag, text in (
-    ("--repeats", "runs of each way; default: host: 40, optim-state: 9, scale, whole-tensors: 3"),
+    ("--repeats", "runs of each way; default: host: 40, optim-state: 9, data, scale, whole-tensors: 3"),
     ("--layers", "optim-state: linear, 16; scale: of the GPT, 4"),
     ("--width", "the same: a multiple of 8; default: optim-state: 2048, whole-tensors: 1024, scale: 256"),
     ("--matrices", "whole-tensors: of the model; default: 24"),
     ("--split-nodes", "divide each node into N imagined ones, which exchange messages; default: 1"),
+    ("--samples", "data: of 64 KiB; default: 4096"),
     ("--units", "host: of the model; default: 32"),
     ("--ranks", "all: ranks that mpirun starts; default: 2"),
 ):
     add(flag, type=heads_wide if flag == "--width" else positive, metavar="N", help=text)
 add("--world-sizes", type=positive, nargs="+", metavar="N", help="scale: default 16 64 256 1024 4096 16384")
-add("--folder", metavar="DIR", help="all: of checkpoints, on the disk to measure; default: the current one")
+add("--folder", metavar="DIR", help="all, data: of files, on the disk to measure; default: the current one")
 add("--mpirun", metavar="COMMAND", help="all: starts ranks, with its options; default: mpirun")
 add("--out", type=Path, metavar="FILE", help="all: keep every figure, as JSON")
 add("--compare", type=Path, metavar="FILE", help="all: next to an earlier run, of --out")
