@@ -39,6 +39,36 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
+    # Data.
+    Fault(
+        "what a loader has read ahead counts as trained on",
+        "data/sampler.py",
+        "max(0, self._asked - self._ahead)",
+        "self._asked",
+        "tests/unit/data/test_sampler.py",
+    ),
+    Fault(
+        "blocks that lack samples move nothing forward",
+        "data/order.py",
+        "np.cumsum(lacking[by_place])",
+        "0 * np.cumsum(lacking[by_place])",
+        "tests/unit/data/test_sampler.py",
+    ),
+    Fault(
+        "memory of a batch is used again while a tensor has it",
+        "data/fields.py",
+        "sys.getrefcount(self._known[place]) == 2",
+        "sys.getrefcount(self._known[place]) >= 2",
+        "tests/unit/data/test_hdf5.py",
+    ),
+    Fault(
+        "a load that fails has moved the place in the data",
+        "checkpoint/data_place.py",
+        "sampler.load_state_dict(before)",
+        "pass",
+        "tests/mpi/test_data.py",
+        2,
+    ),
     # Subclasses, pipelines, derivatives, meshes of all dimensions.
     Fault(
         "what one rank has sent becomes another's rows",

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from hpcfsdp.data import ResumableSampler, ThreadedLoader
-from tests.accelerator import simulated
 from tests.accelerator.programs import SIM
 
 

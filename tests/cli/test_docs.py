@@ -85,18 +85,36 @@ def assert_losses(lines, expected):
     assert losses[0] == pytest.approx(losses[1], abs=2e-6)
 
 
+OLD_SAMPLER = """
+    from torch.utils.data import BatchSampler, DistributedSampler
+    sampler = BatchSampler(DistributedSampler(dataset, seed=0), BATCH // 2, drop_last=True)
+"""
+
+
 @pytest.mark.slow
 def test_the_tutorial_from_torchrun_to_slurm_keeps_the_losses(start, tmp_path):
     page = "docs/tutorials/slurm.md"
     shown = lines_of_page(page, "mpirun -n 2 python slurm_fsdp.py")
-    assert lines_of_page(page, "torchrun --nproc-per-node 2 torchrun_fsdp.py") == shown
     before = start("-m", "torch.distributed.run", "--nproc-per-node", 2, example(tmp_path, "torchrun_fsdp.py")).wait()
     # No exit code: torch's gloo may abort the process after the last line.
     lines = [line for line in before.stdout.splitlines() if line.startswith("epoch")]
-    assert_losses(lines, shown)
-    after = start(example(tmp_path, "slurm_fsdp.py"), ranks=2).wait()
+    assert_losses(lines, lines_of_page(page, "torchrun --nproc-per-node 2 torchrun_fsdp.py"))
+    program = Path(example(tmp_path, "slurm_fsdp.py"))
+    after = start(program, ranks=2).wait()
     assert after.code == 0, after.stderr
-    assert_losses(after.stdout.splitlines(), lines)
+    assert_losses(after.stdout.splitlines(), shown)
+    # With torchrun's sampler the losses are torchrun's.
+    code = program.read_text().replace("sampler = ResumableSampler(dataset, global_batch=BATCH)", OLD_SAMPLER)
+    code = code.replace(", data=sampler)", ")").replace('"data": sampler, ', "").replace("sampler.epoch", "0")
+    program.write_text(
+        code.replace(
+            "for inputs, targets in loader:", "sampler.sampler.set_epoch(epoch)\n        for inputs, targets in loader:"
+        )
+    )
+    shutil.rmtree(tmp_path / "runs")
+    same = start(program, ranks=2).wait()
+    assert same.code == 0, same.stderr
+    assert_losses(same.stdout.splitlines(), lines)
 
 
 def test_the_tutorial_from_torchrun_to_slurm_goes_on_within_an_epoch(start, tmp_path):
@@ -123,6 +141,28 @@ def test_the_example_of_muon_learns(start, tmp_path):
     losses = [float(line.split()[-1]) for line in job.stdout.splitlines()]
     shown = lines_of_page("docs/how-to/whole-tensors.md", "mpirun -n 2 python muon.py")
     assert losses == pytest.approx([float(line.split()[-1]) for line in shown], rel=0.3)
+
+
+def test_the_example_of_fields_learns_and_goes_on(start, tmp_path):
+    program = Path(example(tmp_path, "fields.py"))
+    whole = program.read_text()
+    program.write_text(whole.replace("EPOCHS = 4, 200, 64, 12, 16, 4", "EPOCHS = 4, 200, 64, 12, 16, 1"))
+    job = start(program, ranks=2).wait()
+    assert job.code == 0, job.stderr
+    program.write_text(whole.replace("EPOCHS = 4, 200, 64, 12, 16, 4", "EPOCHS = 4, 200, 64, 12, 16, 2"))
+    again = start(program, ranks=1).wait()
+    assert again.code == 0, again.stderr
+    lines = job.stdout.splitlines() + again.stdout.splitlines()
+    errors = [float(line.split()[-1]) for line in lines]
+    assert [line.split()[1] for line in lines] == ["0", "0", "1"], "the last 10 steps of epoch 0 were not saved"
+    assert errors[-1] < 0.1
+
+
+def test_the_page_about_data(start, tmp_path):
+    (code,) = blocks("docs/how-to/data.md", "python")
+    (tmp_path / "program.py").write_text(code + "hpcfsdp.finalize()\nprint('all of it')\n")
+    job = start("program.py", ranks=3).wait()
+    assert (job.code, job.stdout.count("all of it")) == (0, 3), job.stderr
 
 
 EXAMPLES = """

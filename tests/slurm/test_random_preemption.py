@@ -145,14 +145,13 @@ def check_history(folder, steps):
             taken[record["step"]][tuple(record["run"])] += record["samples"]
             times[tuple(record["run"])].append(record["time"])
     begun = {run: min(found) for run, found in times.items()}
-    epochs = []
+    read = []
     for record in records:
         step = record["step"]
         run = max(taken[step], key=begun.get)  # earlier ones were ended before they saved it
         assert len(taken[step][run]) == BATCH, (step, run)
-        epochs.append(sorted(taken[step][run]))
+        read += taken[step][run]
         assert record["restart"] == run[1], (step, run)
-    read = sum(epochs, [])
     assert len(set(read)) == len(read), "no sample twice: an epoch is longer than the run"
     again = sum(len(runs) - 1 for runs in taken.values())
     return sorted(begun, key=begun.get), again

@@ -220,3 +220,25 @@ def test_patterns_of_ls(run, tmp_path):
 def test_what_needs_a_package_of_an_extra_prints_nothing_before_the_error(run, evil, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert run(Pipe, "show", evil) == (1, "", "hpcfsdp: hpcfsdp show needs yaml: pip install 'hpcfsdp[cli]'\n")
+
+
+def test_ls_long_and_show_have_the_place_in_the_data(run, tmp_path):
+    import torch
+
+    from hpcfsdp import checkpoint
+    from hpcfsdp.data import ResumableSampler
+
+    sampler = ResumableSampler(50, global_batch=8, rank=0, ranks=1)
+    for _ in zip(range(3), sampler, strict=False):
+        pass
+    checkpoint.save(tmp_path / "step-00000003.h5", model=torch.nn.Linear(2, 2), step=3, data=sampler)
+    checkpoint.save(tmp_path / "step-00000004.h5", model=torch.nn.Linear(2, 2), step=4)
+    code, out, _ = run(Pipe, "ls", "--long", tmp_path)
+    columns, *rows = [line.split("\t") for line in out.splitlines()]
+    places = [tuple(row[columns.index(name)] for name in ("step", "epoch", "samples")) for row in rows]
+    assert (code, places) == (0, [("3", "0", "24"), ("4", "", "")])
+    assert "epoch" not in run(Pipe, "ls", tmp_path)[1]
+    found = json.loads(run(Pipe, "ls", tmp_path, "--json")[1])
+    assert [entry.get("samples") for entry in found] == [24, None]
+    shown = json.loads(run(Pipe, "show", tmp_path / "step-00000003.h5", "--json")[1])
+    assert (shown["data"]["length"], shown["data"]["samples"]) == (50, 24)

@@ -248,3 +248,16 @@ def test_many_files_keep_few_open(tmp_path):
     assert len(os.listdir("/proc/self/fd")) - before <= 2 * 64
     found.close()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_memory_of_batches_is_used_again_when_nobody_has_it(tmp_path):
+    found = HDF5Dataset(write(tmp_path / "a.h5", x=(X, {})), "x")
+    first = found.batch([0, 1])
+    place, row = first.data_ptr(), first[1]
+    del first
+    assert found.batch([2, 3]).data_ptr() != place, "a view keeps it"
+    assert np.array_equal(row, X[1])
+    del row
+    kept = [found.batch([number, number + 1]) for number in range(40)]
+    assert place in {batch.data_ptr() for batch in kept}
+    assert all(np.array_equal(batch, X[number : number + 2]) for number, batch in enumerate(kept))
