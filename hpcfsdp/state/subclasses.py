@@ -65,4 +65,4 @@ def _the_same(
             f"{name!r} may differ between tensor-parallel ranks, and a file has one tensor for each name: convert the "
             "parameter (dequantize, for instance), or choose other tensors by names="
         )
-    return replicated(name, inner.of(own.param.local), aliases)
+    return replace(replicated(name, inner.of(own.param.local), aliases), must_agree=True)

@@ -136,6 +136,7 @@ class StateTensor:
     # That `pieces` are a part of, unless they are the tensor's own: gathered before they are written, scattered after
     # they have been read.
     buffer: GatherBuffer | None = None
+    must_agree: bool = False  # whether all ranks keep it whole, and rank 0's counts only if theirs are equal
 
     def piece_of(self, start: int) -> LocalPiece:
         """Return the piece with an element. Raises a ``LookupError`` if this rank does not have it."""

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import hpcfsdp.fsdp2 as ours
 from hpcfsdp import _compat, checkpoint
-from hpcfsdp.errors import CheckpointError, EngineError
+from hpcfsdp.errors import CheckpointError, DisagreementError, EngineError
 from tests.mpi.gathered_tensors import Codes, InHalves, Noted, Wrapped, inner
 from tests.mpi.row_cases import batches, make, same, train, whole
 
@@ -350,3 +350,30 @@ def test_a_file_is_refused_what_has_no_place_in_the_whole(world, shared_path):
     ours.fully_shard(model)
     with pytest.raises(CheckpointError, match=r"'weight\.table': .* have no place in"):
         checkpoint.save(shared_path / "squares.h5", model=model)
+
+
+class Scaled(Codes):
+    """Holds a scale for the whole."""
+
+    number = 1.0
+
+    def __init__(self, codes, scales):
+        super().__init__(codes, scales)
+        self.scale = torch.full((1,), self.number)
+
+    def __tensor_flatten__(self):
+        return ["codes", "scales", "scale"], None
+
+
+def test_what_ranks_must_hold_alike_is_compared(world, several, shared_path, monkeypatch):
+    def build():
+        model = nn.Linear(4, 4 * world.size).double()
+        codes = Codes.of(model.weight.detach())
+        model.weight = nn.Parameter(Scaled(codes.codes, codes.scales), requires_grad=False)
+        return ours.fully_shard(model)
+
+    checkpoint.save(shared_path / "same.h5", model=build())
+    assert checkpoint.open_index(shared_path / "same.h5").tensors["model/weight.scale"].shape == (1,)
+    monkeypatch.setattr(Scaled, "number", float(world.rank))
+    with pytest.raises(DisagreementError, match=r"weight\.scale"):
+        checkpoint.save(shared_path / "other.h5", model=build())

@@ -241,7 +241,7 @@ def collect_content(
         chosen, tensors, small = _tensors_and_small(given, state)
         plan = plan_save(tensors, comm.size)
         fingerprint = plan.fingerprint()
-        exchange.mine, states, leaves = _to_compare(comm, given, small, fingerprint)
+        exchange.mine, states, leaves = _to_compare(comm, given, small, fingerprint, tensors)
     small |= _compared(comm, exchange.everyone, states if with_rng else None, leaves)
     named = [tensor for _, tensor in tensors]
     if kept is not None:
@@ -260,10 +260,17 @@ with the number of tensors."""
 
 
 def _to_compare(
-    comm: Communicator, given: SaveArguments, small: Mapping[str, np.ndarray | bytes], fingerprint: str
+    comm: Communicator,
+    given: SaveArguments,
+    small: Mapping[str, np.ndarray | bytes],
+    fingerprint: str,
+    tensors: Iterable[tuple[str, StateTensor]] = (),
 ) -> tuple[_Compared, rng.States, _Leaves]:
     """Return what ranks exchange to compare, the states of random number generators, and all values by place."""
     states, leaves = rng.capture(device_of(given.model)), _leaves(given, small) if comm.size > 1 else {}
+    alike = [tensor for _, tensor in tensors if tensor.must_agree and comm.size > 1]
+    if alike:
+        leaves["subclasses"] = {tensor.name: digest_of(tensor.pieces[0].flat().tolist()) for tensor in alike}
     kinds = [(kind, str(value.dtype), value.shape) for kind, value in sorted(states.items())]
     digests = {part: None if found is None else digest_of(sorted(found.items())) for part, found in leaves.items()}
     return (fingerprint, digests, digest_of(kinds)), states, leaves
