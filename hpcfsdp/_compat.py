@@ -772,13 +772,18 @@ def common_mesh(outer: Any, inner: Any) -> Any | None:
     return root if len(in_order) == root.ndim else root[in_order]
 
 
+_LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
+
+
 def loader_that_asks() -> DataLoader[Any] | None:
     """Return the ``DataLoader`` in whose iterator this is called, over a few frames; None outside of one."""
     # Only its iterator asks a batch sampler, which does not know who reads it; how far it reads ahead is in the loader.
     frame: FrameType | None = sys._getframe(1)
     for _ in range(8):
-        found = None if frame is None else frame.f_locals.get("loader")
+        if frame is None:
+            break
+        found = frame.f_locals.get("loader") if frame.f_globals.get("__name__") in _LOADERS else None
         if isinstance(found, DataLoader):
             return found
-        frame = None if frame is None else frame.f_back
+        frame = frame.f_back
     return None

@@ -183,6 +183,15 @@ def test_what_a_loader_reads_ahead_does_not_count(workers):
     assert next(iter(loader)).tolist() == [12, 13, 14, 15], "what was only read ahead comes again"
 
 
+def test_a_loader_of_the_program_is_not_the_one_that_asks():
+    loader = DataLoader(Numbers([40]), num_workers=2, multiprocessing_context="spawn")
+    sampler = ResumableSampler(40, global_batch=4, rank=0, ranks=1)
+    for number, _ in enumerate(sampler):
+        if number == 1:
+            break
+    assert (sampler.samples, loader.num_workers) == (8, 2)
+
+
 def test_ranks_read_blocks_once_and_no_other_reads_them():
     dataset = Numbers([640, 320, 100], 16)
     samplers = of_ranks(dataset, 4, global_batch=8)
