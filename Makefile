@@ -206,7 +206,7 @@ bench: $(STAMP)
 
 gpu-report: export OMP_NUM_THREADS := 1
 gpu-report: $(STAMP) .venv/.plot-installed
-	@$(PY) -m hpcfsdp bench gpu --report runs/gpu --mpirun "$(MPIRUN)" $(ARGS)
+	@$(PY) -m tests.bench gpu-report --mpirun "$(MPIRUN)" $(ARGS)
 
 # What a user's environment does not need is installed where it is asked for.
 .venv/.%-installed: $(STAMP)

@@ -191,15 +191,6 @@ def threads_chosen() -> bool:
     return "OMP_NUM_THREADS" in os.environ
 
 
-def of_measured_process(modules: str) -> dict[str, str]:
-    """Return the environment of a process that is measured or tested, which also finds modules in the folder `modules`.
-
-    It has one CPU thread, if nothing else was chosen.
-    """
-    paths = [modules, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
 def config_values() -> dict[str, str]:
     """Return the ``HPCFSDP_*`` variables that configure commands."""
     names = (name for name in os.environ if name.startswith(CONFIG_PREFIX) and name not in _OF_THE_LIBRARY)

@@ -1,11 +1,8 @@
-"""What all benchmarks share: ways that are timed in turn, their tables and ratios, and processes of their own."""
+"""What all benchmarks share: ways that are timed in turn, their tables and ratios."""
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from hpcfsdp.comm import Communicator
-from hpcfsdp.errors import HpcfsdpError
 from hpcfsdp.text.terminal import shown
 
 MIB = 1 << 20
@@ -76,18 +72,6 @@ def in_turn(
     finish()
     rounds = [[timed(comm, way, calls, finish)[0] for way in ways.values()] for _ in range(repeats)]
     return dict(zip(ways, map(Times, zip(*rounds, strict=True)), strict=True))
-
-
-def measured_in_new_process(module: str, arguments: Mapping[str, Any], what: str) -> Any:
-    """Return what ``python -m module JSON`` prints as its last line, from JSON: its memory is empty at the start.
-
-    Raise an HpcfsdpError that names `what` if it fails; its own messages are on standard error.
-    """
-    command = [sys.executable, "-m", module, json.dumps(arguments)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise HpcfsdpError(f"measuring {what} failed with exit code {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 class Ratio(NamedTuple):
@@ -183,24 +167,3 @@ def times_json(ways: Mapping[str, Times], own: Times | None = None) -> dict[str,
         | ({} if own is None else {"hpcfsdp_ratio": own.ratio_to(times)})
         for name, times in ways.items()
     }
-
-
-class Peak(NamedTuple):
-    """Peak bytes of some calls, above the memory before them, and the least peak that they can have."""
-
-    calls: tuple[int, ...]
-    analytic: int
-
-    @property
-    def highest(self) -> int:
-        return max(self.calls)
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the highest peak, all of them, the analytic one, and the highest as a multiple of it."""
-        ratio = f"{self.highest / self.analytic:.3f}x"
-        return mib(self.highest), f"{mib(min(self.calls))} - {mib(self.highest)}", mib(self.analytic), ratio
-
-    def as_json(self, calls: str) -> dict[str, Any]:
-        """Return all of it by name, with the peaks of the single calls under the key `calls`."""
-        sizes = {calls: list(self.calls), "analytic_bytes": self.analytic, "peak_bytes": self.highest}
-        return {**sizes, "analytic_ratio": self.highest / self.analytic}

@@ -1,4 +1,4 @@
-"""What ``hpcfsdp plan`` predicts of steps on CPUs, next to their measured time and memory.
+"""What ``hpcfsdp plan`` predicts of steps on CPUs, next to their measured time.
 
 The plan needs to know the machine: its links are measured as by ``hpcfsdp doctor``, its other rates by a step that
 communicates nothing, with all ranks busy. ``hpcfsdp plan --links`` reads them from the JSON of this benchmark.
@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from hpcfsdp.bench import step as steps
-from hpcfsdp.bench.harness import Peak, Table, Times, in_turn, mib, readable
-from hpcfsdp.bench.memory import sample
-from hpcfsdp.bench.pss import keep_freed
+from hpcfsdp.bench.harness import Table, Times, in_turn, mib, readable
 from hpcfsdp.comm.mpi.node_memory import memory_limit
 from hpcfsdp.doctor.speed import measure_links
 from hpcfsdp.errors import UsageError
@@ -35,24 +33,17 @@ class Compared(NamedTuple):
 
     times: Times
     planned_s: float
-    peak: Peak  # bytes of a rank, and as `analytic` those planned
+    planned_bytes: int  # the peak of a rank
 
 
 def measure(world: World, *, layers: int, width: int, repeats: int) -> Table:
-    """Sample the memory of steps and time them, and plan them. Collective over all ranks.
-
-    Call it before anything large has been in memory.
-    """
+    """Time steps, and plan them. Collective over all ranks."""
     if world.topology.ranks_per_node is None:
         raise UsageError(f"bench: plan needs as many ranks on each node, not {world.topology}")
-    engines = (steps.OWN, steps.OWN_ROWS, *(steps.ON_NODES if world.num_nodes > 1 else ()))
     shape = {"layers": layers, "width": width, "rank": world.rank, "ranks": world.size}
-    options = {**shape, "repeats": repeats, "node": world.node_rank, "keep_freed": False}
-    peaks = {engine: sample(world.host, None, engine, **options)[1] for engine in engines}
-    keep_freed()
     links = measure_links(world)
     ways: dict[str, Callable[[], Any]] = _without_communication(world, layers, width)
-    ways |= {engine: steps.training_step(engine, None, **shape) for engine in engines}
+    ways |= {engine: steps.training_step(engine, None, **shape) for engine in engines(world)}
     times = in_turn(world.host, ways, repeats=repeats, warmup=3)
     with torch.device("meta"):
         model, ids = steps.make_model(layers, width), steps.make_batch(0).to("meta")
@@ -60,23 +51,27 @@ def measure(world: World, *, layers: int, width: int, repeats: int) -> Table:
     step = trace(model, steps.units(model, Block), lambda model: steps.loss_of(model, ids), name="GPT", tokens=tokens)
     machine = _machine(world, step, times, links)
     found = {}
-    for engine in engines:
+    for engine in engines(world):
         memory, time = replay(step, _setup(engine, world), machine)
-        found[engine] = Compared(times[engine], time.seconds, Peak(tuple(peaks[engine]), memory.peak.nbytes))
+        found[engine] = Compared(times[engine], time.seconds, memory.peak.nbytes)
     rates = {"flops": machine.flops, "memory_bytes_per_s": machine.memory_bytes_per_s}
     return table(found, {"links": links, "compute": rates})
+
+
+def engines(world: World) -> tuple[str, ...]:
+    """Return what is planned: hpcfsdp's engines, also with "node" where ranks are on several nodes."""
+    return steps.OWN, steps.OWN_ROWS, *(steps.ON_NODES if world.num_nodes > 1 else ())
 
 
 def table(found: Mapping[str, Compared], facts: Mapping[str, Any]) -> Table:
     """Return a row for each engine; `facts` of the machine are for ``hpcfsdp plan --links``."""
     rows, as_json = [], {}
-    for engine, (times, planned_s, peak) in found.items():
-        ratios = planned_s / times.median_s, peak.analytic / peak.highest
-        step = readable(times.median_s), readable(planned_s), f"{ratios[0]:.2f}x"
-        rows.append((engine, *step, mib(peak.highest), mib(peak.analytic), f"{ratios[1]:.3f}x"))
-        sizes = {"peak_bytes": peak.highest, "planned_bytes": peak.analytic}
-        as_json[engine] = {"seconds": list(times.seconds), "planned_s": planned_s, **sizes, "ratios": ratios}
-    columns = ("engine", "step", "planned", "planned / it", "peak of a rank", "planned", "planned / it")
+    for engine, (times, planned_s, planned_bytes) in found.items():
+        ratio = planned_s / times.median_s
+        rows.append((engine, readable(times.median_s), readable(planned_s), f"{ratio:.2f}x", mib(planned_bytes)))
+        planned = {"planned_s": planned_s, "planned_bytes": planned_bytes}
+        as_json[engine] = {"seconds": list(times.seconds), **planned, "ratio": ratio}
+    columns = ("engine", "step", "planned", "planned / it", "planned peak of a rank")
     rates = facts["compute"]
     note = (
         f"With all ranks busy, one computes {rates['flops'] / 1e9:.1f} GFLOP/s, and accesses "

@@ -1,4 +1,4 @@
-"""A training step of the engine, of stock torch on two backends, and of no communication at all, in one run.
+"""A training step of the engine, of stock torch over gloo, and of no communication at all, in one run.
 
 docs/explanation/benchmarks.md shows its results. A step of a GPT is forward, backward, AdamW, and ``zero_grad``.
 """
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpcfsdp.fsdp as ours
 from hpcfsdp import fsdp2, timeline
-from hpcfsdp.bench.harness import Ratio, Table, Times, faster_cell, in_turn, ratio_cell, time_cells, times_json
+from hpcfsdp.bench.harness import Ratio, Table, Times, in_turn, ratio_cell, time_cells, times_json
 from hpcfsdp.comm import traffic
 from hpcfsdp.errors import UsageError
 from hpcfsdp.examples.gpt.parallel import parallelize
@@ -130,33 +130,6 @@ def table(times: Mapping[str, Times], losses: Mapping[str, float], moved: Mappin
         "gathered values that a node holds at most. gloo does not count."
     )
     return Table(columns, rows, as_json, [note], ratios=ratios)
-
-
-def measure_backends(world: World, *, layers: int, width: int, repeats: int) -> Table:
-    """Time steps of stock torch on gloo and on this project's backend. Collective over all ranks."""
-    shape = {"layers": layers, "width": width, "rank": world.rank, "ranks": world.size}
-    groups = {name: dist.new_group(list(range(world.size)), backend=name) for name in ("gloo", "hpcmpi")}
-    found = {}
-    for engine in STOCK:
-        steps = {name: training_step(engine, group, **shape) for name, group in groups.items()}
-        found[engine] = in_turn(world.host, steps, repeats=repeats, warmup=3)
-    return backends_table(found)
-
-
-def backends_table(found: Mapping[str, Mapping[str, Times]]) -> Table:
-    """Return a row for each engine and backend, with its speed as a multiple of that on gloo."""
-    rows = [
-        (engine, name, *time_cells(times), faster_cell(times, ways["gloo"]))
-        for engine, ways in found.items()
-        for name, times in ways.items()
-    ]
-    ratios = [
-        Ratio.of_speeds(f"{NAMES[engine]} on hpcmpi: speed of a step / on gloo", ways["hpcmpi"], ways["gloo"])
-        for engine, ways in found.items()
-        if "hpcmpi" in ways
-    ]
-    as_json = {engine: times_json(ways) for engine, ways in found.items()}
-    return Table(("engine", "backend", "step", "min-max", "against gloo"), rows, as_json, ratios=ratios)
 
 
 def training_step(

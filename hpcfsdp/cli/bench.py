@@ -10,7 +10,6 @@ import gc
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
@@ -26,10 +25,8 @@ if TYPE_CHECKING:
 
 _BENCHMARKS: dict[str, tuple[str, dict[str, Any]]] = {
     "collectives": ("collectives.measure", {"sizes": (1, 16, 64), "repeats": 9}),
-    "backends": ("step.measure_backends", {"layers": 6, "width": 512, "repeats": 9}),
     "step": ("step.measure", {"layers": 6, "width": 512, "tensor": 1, "fused": False, "repeats": 9}),
     "plan": ("planned.measure", {"layers": 8, "width": 512, "repeats": 5}),
-    "memory": ("memory.measure", {"layers": 8, "width": 768, "keep_freed": False, "repeats": 5}),
     "checkpoint": ("checkpoint.measure", {"nbytes": 1 << 30, "tensors": 300, "folder": None, "repeats": 5}),
     "gpu": (
         "gpu.measure",
@@ -37,12 +34,11 @@ _BENCHMARKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """For each measurement its function in ``hpcfsdp.bench``, and its options with their defaults."""
-_HELP = """collectives: next to gloo, plain MPI calls and the speed of memory; backends: steps of stock DDP, FSDP1 and
-FSDP2 on hpcmpi and on gloo; step: steps of hpcfsdp, of these over gloo, and without communication; memory: the peak of
-such a step, and the analytic one; plan: time and memory of hpcfsdp's steps, and what hpcfsdp plan predicts of them on
-this machine; checkpoint: saving and loading, by hpcfsdp, torch's DCP, safetensors, h5py and raw files on one disk; gpu:
-steps on the accelerators of all ranks, or on one as a rank of several imagined ones (without mpirun), with memory,
-launches and communication"""
+_HELP = """collectives: next to gloo, plain MPI calls and the speed of memory; step: steps of hpcfsdp, of stock DDP,
+FSDP1 and FSDP2 over gloo, and without communication; plan: time of hpcfsdp's steps, and what hpcfsdp plan predicts of
+them; checkpoint: saving and loading, by hpcfsdp, torch's DCP, safetensors, h5py and raw files on one disk; gpu: steps
+on the accelerators of all ranks, or on one as a rank of several imagined ones (without mpirun), with memory, launches
+and communication"""
 
 
 def heads_wide(text: str) -> int:
@@ -57,40 +53,30 @@ parser = Parser(
     "Measure hpcfsdp and its peers in one run, on as many ranks as mpirun starts.",
     "mpirun -n 4 hpcfsdp bench collectives --sizes 1 16     # next to gloo and plain MPI",
     "mpirun -n 2 hpcfsdp bench step --layers 2 --width 128  # a step of each engine",
-    "mpirun -n 2 hpcfsdp bench memory                       # the peak of a step of each engine",
     "mpirun -n 4 hpcfsdp bench checkpoint --folder /scratch --bytes 4GiB",
-    "hpcfsdp bench gpu --report runs/gpu                     # the first hour on a GPU: tests, steps, memory, saves",
+    "hpcfsdp bench gpu --imagined-ranks 64                   # one GPU as one of 64 ranks",
 )
 add = parser.add_argument
 add("what", choices=tuple(_BENCHMARKS), metavar="WHAT", help=_HELP)
 for flag, text in (
-    ("--repeats", "runs of each way; default: 9, memory, plan, checkpoint: 5"),
-    ("--layers", "backends, step: of the GPT, default: 6; memory, plan: 8; gpu: 24"),
-    ("--width", "the same: a multiple of 8; default: 512, memory: 768, gpu: 2048"),
+    ("--repeats", "runs of each way; default: 9, plan, checkpoint: 5"),
+    ("--layers", "step: of the GPT, default: 6; plan: 8; gpu: 24"),
+    ("--width", "the same: a multiple of 8; default: 512, gpu: 2048"),
     ("--split-nodes", "divide each node into N imagined ones, which exchange messages; default: 1"),
     ("--tensor", "step: tensor-parallel ranks; default: 1"),
     ("--context", "gpu: tokens of a sequence; default: 1024"),
     ("--batch", "gpu: sequences of a step on each rank; default: 8"),
     ("--imagined-ranks", "gpu, in one process: ranks of which it is the first; default: 8"),
     ("--tensors", "checkpoint: number of parameters; default: 300"),
-    ("--ranks", "gpu --report: devices; default: all of this node"),
 ):
     add(flag, type=heads_wide if flag == "--width" else positive, metavar="N", help=text)
 add("--folder", metavar="DIR", help="checkpoint: on the disk to measure; default: the current one")
 add("--bytes", type=size_in_bytes, dest="nbytes", metavar="SIZE", help="checkpoint: of all; default: 1GiB")
 add("--on-devices", action="store_true", help="checkpoint: models lie on accelerators, one for each rank")
-_REPORT = "gpu: tests, steps, saves on devices, each part in processes of its own; again: what is missing or failed"
-add("--report", type=Path, metavar="DIR", help=_REPORT)
-add("--parts", nargs="+", metavar="NAME", help="gpu --report: these parts, again; the page keeps the others")
-add("--mpirun", metavar="COMMAND", help="gpu --report: starts ranks, with its options; default: mpirun")
-add("--compare", type=Path, metavar="FILE", help="gpu --report: next to an earlier one, its report.json")
-add("--small", action="store_true", help="gpu --report: tiny, to try the command itself")
 add("--fused", action="store_true", help="step: AdamW steps all parameters in one call")
 add("--dtype", choices=("bf16", "fp32"), help="gpu: of computation; default: bf16")
 _SIZE = number_in(1e-5, 1e6, "a size in MiB")
 add("--sizes", type=_SIZE, nargs="+", metavar="MIB", help="collectives: default 1 16 64")
-_KEEP = "memory: let the C library keep memory that is freed within a step, as it does by default"
-add("--keep-freed", action="store_true", help=_KEEP)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -116,15 +102,8 @@ def on_all_ranks(command: Callable[[Sequence[str]], int], arguments: Sequence[st
 def _main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     what = options.what
-    if options.report and what != "gpu":
-        raise UsageError(f"bench: --report is for gpu, not for {what}")
-    for name, given in (("--imagined-ranks", options.imagined_ranks), ("--report", options.report)):
-        if given:
-            refuse_ranks(name)
-    if options.report:
-        from hpcfsdp.cli import bench_gpu  # loads torch
-
-        return bench_gpu.run_report(options)
+    if options.imagined_ranks:
+        refuse_ranks("--imagined-ranks")
     alone = what == "gpu" and _processes() == 1
     if alone and options.split_nodes:
         raise UsageError("bench: --split-nodes divides the ranks of a node, and this measures one process")

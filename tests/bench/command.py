@@ -21,44 +21,58 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
 """For each measurement of one process its function in this folder, and its options with their defaults."""
 BENCHMARKS: dict[str, tuple[str, dict[str, Any]]] = {
     **ALONE,
+    "backends": ("backends.measure", {"layers": 6, "width": 512, "repeats": 9}),
+    "memory": ("memory.measure", {"layers": 8, "width": 768, "keep_freed": False, "repeats": 5}),
+    "plan-memory": ("plan_memory.measure", {"layers": 8, "width": 512, "repeats": 5}),
     "optim-state": ("optim_state.measure", {"layers": 16, "width": 2048, "repeats": 9}),
     "whole-tensors": ("muon_step.measure", {"matrices": 24, "width": 1024, "repeats": 3}),
 }
+REPORTS = ("all", "gpu-report")
 HELP = """data: reading HDF5 files, next to a DataLoader with workers and to raw reads, in one process (without mpirun);
 host: the overhead of wrapping a unit, likewise; scale: time and memory of one rank of up to 16,384, likewise;
-optim-state: state dicts of a model and its optimizer, by hpcfsdp and by FSDP1 over gloo; whole-tensors: a step of Muon,
-by owners of matrices and by gathering all of them; all: every one of these but scale and data, and of hpcfsdp bench,
-that needs no option, with a summary (without mpirun, which it calls itself)"""
+backends: steps of stock DDP, FSDP1 and FSDP2 on hpcmpi and on gloo; memory: the peak of a step of hpcfsdp and of these,
+and the analytic one; plan-memory: of hpcfsdp, and what hpcfsdp plan predicts; optim-state: state dicts of a model and
+its optimizer, by hpcfsdp and by FSDP1 over gloo; whole-tensors: a step of Muon, by owners of matrices and by gathering
+all of them; all: most of these and of hpcfsdp bench, with a summary (without mpirun, which it calls itself);
+gpu-report: tests, steps, saves on devices, each part in processes of its own (likewise); again: what is missing or
+has failed"""
 
 
 parser = Parser(
     "bench",
     "Measure hpcfsdp and its peers, for developers.",
     "python -m tests.bench host --units 8                                # one process, without mpirun",
-    "mpirun -n 2 python -m tests.bench optim-state",
+    "mpirun -n 2 python -m tests.bench memory                            # the peak of a step of each engine",
     "python -m tests.bench all --out new.json --compare old.json         # everything, next to an earlier run",
 )
 parser.prog = "python -m tests.bench"
 add = parser.add_argument
-add("what", choices=(*BENCHMARKS, "all"), metavar="WHAT", help=HELP)
+add("what", choices=(*BENCHMARKS, *REPORTS), metavar="WHAT", help=HELP)
 for flag, text in (
-    ("--repeats", "runs of each way; default: host: 40, optim-state: 9, data, scale, whole-tensors: 3"),
-    ("--layers", "optim-state: linear, 16; scale: of the GPT, 4"),
-    ("--width", "the same: a multiple of 8; default: optim-state: 2048, whole-tensors: 1024, scale: 256"),
+    ("--repeats", "runs of each way; default: 3, host: 40, backends, optim-state: 9, memory, plan-memory: 5"),
+    ("--layers", "optim-state: linear, 16; of the GPT: memory, plan-memory: 8, backends: 6, scale: 4"),
+    (
+        "--width",
+        "a multiple of 8; default: 512, optim-state: 2048, whole-tensors: 1024, memory: 768, scale: 256",
+    ),
     ("--matrices", "whole-tensors: of the model; default: 24"),
     ("--split-nodes", "divide each node into N imagined ones, which exchange messages; default: 1"),
     ("--samples", "data: of 64 KiB; default: 4096"),
     ("--units", "host: of the model; default: 32"),
-    ("--ranks", "all: ranks that mpirun starts; default: 2"),
+    ("--ranks", "all: ranks that mpirun starts, default: 2; gpu-report: devices, default: all of this node"),
 ):
     add(flag, type=heads_wide if flag == "--width" else positive, metavar="N", help=text)
+_KEEP = "memory: let the C library keep memory that is freed within a step, as it does by default"
 add("--world-sizes", type=positive, nargs="+", metavar="N", help="scale: default 16 64 256 1024 4096 16384")
-add("--folder", metavar="DIR", help="all, data: of files, on the disk to measure; default: the current one")
-add("--mpirun", metavar="COMMAND", help="all: starts ranks, with its options; default: mpirun")
+_FOLDER = "all, data: of files, on the disk to measure, default: the current one; gpu-report: default: runs/gpu"
+add("--folder", metavar="DIR", help=_FOLDER)
+add("--mpirun", metavar="COMMAND", help="all, gpu-report: starts ranks, with its options; default: mpirun")
 add("--out", type=Path, metavar="FILE", help="all: keep every figure, as JSON")
-add("--compare", type=Path, metavar="FILE", help="all: next to an earlier run, of --out")
+add("--compare", type=Path, metavar="FILE", help="all: next to an earlier run, of --out; gpu-report: its report.json")
 add("--figure", type=Path, metavar="FILE", help="all, scale: draw the result (svg, png, pdf)")
-add("--small", action="store_true", help="all: tiny, to try the command itself")
+add("--parts", nargs="+", metavar="NAME", help="gpu-report: these parts, again; the page keeps the others")
+add("--keep-freed", action="store_true", help=_KEEP)
+add("--small", action="store_true", help="all, gpu-report: tiny, to try the command itself")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
 def _main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     what = options.what
-    alone = what in (*ALONE, "all")
+    alone = what in (*ALONE, *REPORTS)
     if alone:
         refuse_ranks(what)
         if options.split_nodes:
@@ -78,6 +92,10 @@ def _main(arguments: Sequence[str]) -> int:
         from tests.bench.suite import run_all  # loads torch
 
         return run_all(options)
+    if what == "gpu-report":
+        from tests.bench.gpu_report import run_report  # as above
+
+        return run_report(options)
     function, defaults = BENCHMARKS[what]
     given = {name: getattr(options, name) or default for name, default in defaults.items()}
     found = measure(f"tests.bench.{function}", given, options, alone=alone)

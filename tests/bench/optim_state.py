@@ -23,8 +23,7 @@ from torch.distributed.fsdp import StateDictType
 
 import hpcfsdp.fsdp as ours
 from hpcfsdp._compat import ShardedTensor
-from hpcfsdp.bench.harness import Peak, Ratio, Table, Times, time_cells, timed, times_json
-from hpcfsdp.bench.pss import Sampler, give_back_at_once, sampled
+from hpcfsdp.bench.harness import Ratio, Table, Times, time_cells, timed, times_json
 from hpcfsdp.bench.step import OWN, wrap
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.agree import raise_together
@@ -33,6 +32,7 @@ from hpcfsdp.params.layout import Box
 from hpcfsdp.reshard.boxes import whole_box
 from hpcfsdp.reshard.sharded_tensors import local_blocks, properties_of
 from hpcfsdp.world import World
+from tests.bench.pss import Peak, Sampler, give_back_at_once, sampled
 
 FSDP1 = "fsdp1"
 ENGINES = (FSDP1, OWN)

@@ -30,7 +30,7 @@ import torch.distributed.fsdp as stock
 from torch import nn
 
 from hpcfsdp import checkpoint
-from hpcfsdp.bench.harness import MIB, Table, measured_in_new_process, mib, readable
+from hpcfsdp.bench.harness import MIB, Table, mib, readable
 from hpcfsdp.bench.step import OWN, loss_of, make_batch, make_model, wrap
 from hpcfsdp.checkpoint.saving import rng
 from hpcfsdp.checkpoint.saving.content import Content, SaveArguments, bytes_in_memory, collect_content
@@ -46,6 +46,7 @@ from hpcfsdp.output.figure_file import new_figure, write_figure
 from hpcfsdp.state.tensors import StateTensor
 from hpcfsdp.units.unit_mesh import GroupCache
 from tests.bench.host import shard_rows
+from tests.bench.processes import measured_in_new_process
 
 RANKS_PER_NODE = 8
 _MARKERS = "osD^vx+*"

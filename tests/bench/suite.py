@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcfsdp import accelerator
-from hpcfsdp.cli.bench_runs import (
+from hpcfsdp.cli.printing import print_json, print_note
+from hpcfsdp.errors import UsageError
+from tests.bench.command import BENCHMARKS
+from tests.bench.runs import (
     about,
     draw_ratios,
     exit_code,
@@ -23,9 +26,6 @@ from hpcfsdp.cli.bench_runs import (
     save,
     with_changes,
 )
-from hpcfsdp.cli.printing import print_json, print_note
-from hpcfsdp.errors import UsageError
-from tests.bench.command import BENCHMARKS
 
 
 class Benchmark(NamedTuple):

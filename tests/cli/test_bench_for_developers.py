@@ -25,6 +25,7 @@ def bench(start):
         (["nothing"], 2, "invalid choice: 'nothing'"),
         (["optim-state", "--width", "12"], 2, "not a multiple of 8"),
         (["host", "--split-nodes", "2"], 2, "--split-nodes divides the ranks of a node"),
+        (["gpu-report"], 2, "this process sees none"),
         (["scale", "--world-sizes", "12"], 2, "--world-sizes 12 is no multiple of 8"),
         (["all", "--small", "--mpirun", "none", "--out", "/no/such/folder/x.json"], 2, "there is no folder /no/such"),
     ],
@@ -45,6 +46,38 @@ def test_host(bench):
     assert list(report["measured"])[:5] == ["plain", "fsdp1", "fsdp1_orig", "fsdp2", "hpcfsdp"]
     for one in report["measured"].values():
         assert "skipped" in one or (len(one["seconds"]) == 2 and "median_over_plain_s" in one)
+
+
+SMALL = ("--layers", "1", "--width", "16", "--repeats", "1")
+
+
+@pytest.mark.slow
+def test_backends(bench):
+    job = bench("backends", "--layers", "1", "--width", "16", "--repeats", "2", ranks=2)
+    assert job.code == 0, job.stderr
+    rows = [line.split(" | ")[:2] for line in job.stdout.splitlines()[2:]]
+    assert rows == [[f"| {engine}", way] for engine in ("ddp", "fsdp1", "fsdp2") for way in ("gloo", "hpcmpi")]
+
+
+@pytest.mark.slow
+def test_memory(bench):
+    job = bench("memory", *SMALL, "--json", ranks=2)
+    assert job.code == 0, job.stderr
+    measured = json.loads(job.stdout)["measured"]
+    assert list(measured) == ["hpcfsdp", "plain", "ddp", "fsdp1", "fsdp2"]
+    for one in measured.values():
+        assert one["baseline_bytes"] > one["peak_bytes"] > one["analytic_bytes"] // 2
+        assert len(one["steps_bytes"]) == 1
+        assert one["hpcfsdp_ratio"] > 0
+
+
+@pytest.mark.slow
+def test_plan_memory(bench):
+    job = bench("plan-memory", *SMALL, "--split-nodes", "2", "--json", ranks=2)
+    assert job.code == 0, job.stderr
+    measured = json.loads(job.stdout)["measured"]
+    assert list(measured) == ["hpcfsdp", "hpcfsdp_rows", "hpcfsdp_node", "hpcfsdp_rows_node"]
+    assert all(one["peak_bytes"] > 0 and one["planned_bytes"] > 0 for one in measured.values())
 
 
 @pytest.mark.slow

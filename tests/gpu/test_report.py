@@ -1,4 +1,4 @@
-"""``hpcfsdp bench gpu --report``: all parts, small; with them golden traces, and one process as a rank of several."""
+"""``make gpu-report``: all parts, small; with them golden traces, and one process as a rank of several."""
 
 import json
 import sys
@@ -14,9 +14,9 @@ MPIRUN = f"{Path(sys.executable).parent / 'mpirun'} --map-by :OVERSUBSCRIBE"
 
 
 def command(folder, *arguments):
-    report = ("--report", str(folder), "--small", "--ranks", "1", "--mpirun", MPIRUN, *arguments)
+    report = ("--folder", str(folder), "--small", "--ranks", "1", "--mpirun", MPIRUN, *arguments)
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # which leaving the job took away
-    return run_alone("-m", "tests.gpu.command", "bench", "gpu", *report, **as_root)
+    return run_alone("-m", "tests.gpu.command", "bench", "gpu-report", *report, **as_root)
 
 
 @pytest.fixture(scope="module")

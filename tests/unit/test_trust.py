@@ -19,13 +19,13 @@ PICKLES = {
 """Modules that unpickle, and whose bytes they are."""
 FILES = {
     **dict.fromkeys(
-        ("accelerator", "bench.pss", "doctor.all_ranks", "doctor.installed", "doctor.speed", "launch.device"),
+        ("accelerator", "doctor.all_ranks", "doctor.installed", "doctor.speed", "launch.device"),
         "/proc, /sys",
     ),
     **dict.fromkeys(
         ("checkpoint.format.disk", "hang.stacks", "launch.lock", "hang.departure", "observe.held_memory"), "/proc"
     ),
-    **dict.fromkeys(("observe.perfetto", "cli.bench_runs"), "/proc, and for bench files that the user names"),
+    "observe.perfetto": "/proc",
     **dict.fromkeys(("bench.checkpoint", "bench.gpu"), "its own files, in a folder of its own"),
     **dict.fromkeys(("config", "plan.links", "integrations.recipe", "examples.gpt.data"), "files that the user names"),
     **dict.fromkeys(("checkpoint.convert.peft", "checkpoint.convert.torch_source"), "sources of the page"),

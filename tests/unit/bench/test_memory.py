@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from hpcfsdp.bench import memory
+from tests.bench import memory
 
 
 def test_the_analytic_peak_is_a_share_of_the_state_two_units_a_gradient_and_activations():

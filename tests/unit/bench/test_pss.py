@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from hpcfsdp.bench.pss import PssReader, Sampler
 from hpcfsdp.errors import LaunchError
+from tests.bench.pss import PssReader, Sampler
 
 MIB = 1 << 20
 

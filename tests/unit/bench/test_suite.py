@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from hpcfsdp.cli.bench_runs import failures
 from hpcfsdp.errors import UsageError
 from tests.bench import suite
+from tests.bench.runs import failures
 
 
 def test_a_part_that_fails_does_not_stop_the_others():

@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpcfsdp.bench.memory import saved_bytes
 from hpcfsdp.errors import UsageError
 from hpcfsdp.examples.gpt.run_config import ModelConfig
 from hpcfsdp.examples.gpt.transformer import GPT
 from hpcfsdp.plan import models
 from hpcfsdp.plan.meta_trace import trace
 from hpcfsdp.plan.traced_step import EventKind
+from tests.bench.memory import saved_bytes
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 hpcfsdp is measured in the processes that the launcher started, since only these are ranks of MPI. Then each of them
 starts a new process for every other engine, with empty memory. These processes communicate over gloo. Each is
-``python -m hpcfsdp.bench.memory JSON``.
+``python -m tests.bench.memory JSON``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpcfsdp.bench.harness import Peak, Ratio, Table, measured_in_new_process, mib
-from hpcfsdp.bench.pss import Sampler, give_back_at_once, sampled, trim
+from hpcfsdp.bench.harness import Ratio, Table, mib
 from hpcfsdp.bench.step import NAMES, OWN, STOCK, loss_of, make_batch, make_model, training_step, units
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.agree import raise_together
@@ -26,6 +25,8 @@ from hpcfsdp.comm.torch_group import TorchGroupCommunicator
 from hpcfsdp.examples.gpt.transformer import Block
 from hpcfsdp.launch import rendezvous
 from hpcfsdp.world import World
+from tests.bench.processes import measured_in_new_process
+from tests.bench.pss import Peak, Sampler, give_back_at_once, sampled, trim
 
 PLAIN = "plain"
 _WHOLE = (PLAIN, "ddp")

@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from hpcfsdp import accelerator
-from hpcfsdp.cli import bench_gpu, bench_runs
-from hpcfsdp.cli.bench import parser
-from hpcfsdp.cli.bench_gpu import Part
 from hpcfsdp.errors import UsageError
+from tests.bench import gpu_report, runs
+from tests.bench.command import parser
+from tests.bench.gpu_report import Part
 
 
 def printing(text, code=0):
@@ -32,9 +32,9 @@ def report(tmp_path, monkeypatch):
     monkeypatch.setattr(accelerator, "describe", lambda device: accelerator.Hardware("imagined", None, 1 << 30))
 
     def run(*parts, arguments=()):
-        monkeypatch.setattr(bench_gpu, "parts", lambda *given, **options: list(parts))
-        options = parser.parse_args(["gpu", "--report", str(tmp_path / "out"), *arguments])
-        code = bench_gpu.run_report(options)
+        monkeypatch.setattr(gpu_report, "parts", lambda *given, **options: list(parts))
+        options = parser.parse_args(["gpu-report", "--folder", str(tmp_path / "out"), *arguments])
+        code = gpu_report.run_report(options)
         return code, json.loads((tmp_path / "out" / "report.json").read_text())["parts"]
 
     return run
@@ -53,7 +53,7 @@ def test_a_part_that_fails_is_a_row_and_not_the_end(report, tmp_path, capsys):
 
 
 def test_a_part_ends_after_its_limit_with_all_that_it_has_started(report, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_runs, "_GRACE_S", 0.5)
+    monkeypatch.setattr(runs, "_GRACE_S", 0.5)
     number = tmp_path / "number"
     text = f"""
 import os, signal, subprocess, sys, time
@@ -92,21 +92,13 @@ def test_named_parts_run_again(report):
         report(GOOD, arguments=("--parts", "step"))
 
 
-def test_tests_are_left_out_where_there_is_no_source(report, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_gpu, "SOURCE", tmp_path)
-    code, parts = report(Part("tests-1", printing("x"), 0, 60, needs_source=True))
-    assert code == 0
-    assert parts["tests-1"] == {"command": [], "skipped": "tests are in the source tree, not in the package"}
-    assert "left out: tests are" in (tmp_path / "out" / "report.md").read_text()
-
-
 def test_a_folder_of_another_machine_is_refused(report, tmp_path):
     report(GOOD)
     path = tmp_path / "out" / "report.json"
     kept = json.loads(path.read_text())
     kept["hardware"]["accelerator"] = "another"
     path.write_text(json.dumps(kept))
-    with pytest.raises(UsageError, match="with other accelerator: give --report another folder"):
+    with pytest.raises(UsageError, match="with other accelerator: give another --folder"):
         report(GOOD)
     assert json.loads(path.read_text()) == kept
     kept["hardware"] |= {"accelerator": "imagined", "memory_bytes": 1, "processor": "of another node"}
@@ -121,7 +113,7 @@ def test_a_launcher_that_is_missing_is_named(report):
 
 def test_parts_follow_the_devices_and_one_takes_ten_minutes():
     def names(devices):
-        return [part.name for part in bench_gpu.parts(devices, 80 << 30, "x")]
+        return [part.name for part in gpu_report.parts(devices, 80 << 30, "x")]
 
     assert names(1) == ["doctor", "golden", "tests-1", "tests-2", "step-imagined", "checkpoint"]
     assert names(6)[2:] == [
@@ -134,7 +126,7 @@ def test_parts_follow_the_devices_and_one_takes_ten_minutes():
         "step-6",
         "checkpoint",
     ]
-    assert sum(part.limit_s for part in bench_gpu.parts(1, 80 << 30, "x")) <= 600
-    (large,) = (part for part in bench_gpu.parts(1, 80 << 30, "x") if part.name == "step-imagined")
-    (less,) = (part for part in bench_gpu.parts(1, 24 << 30, "x") if part.name == "step-imagined")
+    assert sum(part.limit_s for part in gpu_report.parts(1, 80 << 30, "x")) <= 600
+    (large,) = (part for part in gpu_report.parts(1, 80 << 30, "x") if part.name == "step-imagined")
+    (less,) = (part for part in gpu_report.parts(1, 24 << 30, "x") if part.name == "step-imagined")
     assert "--layers" not in large.command and "12" in less.command

@@ -1,7 +1,7 @@
 """Memory of processes as their proportional set size, sampled by another process.
 
-Shared memory counts once: each process has an equal part of it. ``python -m hpcfsdp.bench.pss PID...`` is the sampler:
-it reads "start" and "stop" from its standard input, and answers each with a number of bytes. It is a process because a
+Shared memory counts once: each process has an equal part of it. ``python -m tests.bench.pss PID...`` is the sampler: it
+reads "start" and "stop" from its standard input, and answers each with a number of bytes. It is a process because a
 sampling thread would compete with the measured program for the interpreter, and would not see other processes.
 
 ``/proc/PID/smaps_rollup`` is exact, but the kernel walks through all pages for it. That takes milliseconds, which may
@@ -20,8 +20,9 @@ import select
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpcfsdp.bench.harness import mib
 from hpcfsdp.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -102,6 +103,27 @@ def trim() -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class Peak(NamedTuple):
+    """Peak bytes of some calls, above the memory before them, and the least peak that they can have."""
+
+    calls: tuple[int, ...]
+    analytic: int
+
+    @property
+    def highest(self) -> int:
+        return max(self.calls)
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the highest peak, all of them, the analytic one, and the highest as a multiple of it."""
+        ratio = f"{self.highest / self.analytic:.3f}x"
+        return mib(self.highest), f"{mib(min(self.calls))} - {mib(self.highest)}", mib(self.analytic), ratio
+
+    def as_json(self, calls: str) -> dict[str, Any]:
+        """Return all of it by name, with the peaks of the single calls under the key `calls`."""
+        sizes = {calls: list(self.calls), "analytic_bytes": self.analytic, "peak_bytes": self.highest}
+        return {**sizes, "analytic_ratio": self.highest / self.analytic}
 
 
 class PssReader:

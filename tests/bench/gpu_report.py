@@ -1,4 +1,4 @@
-"""``hpcfsdp bench gpu --report DIR``: the first hour on a machine with accelerators, as one JSON file and one page.
+"""``make gpu-report``: the first hour on a machine with accelerators, as one JSON file and one page.
 
 Each part runs in processes of its own and ends within its limit; one that fails is a row of the page. A second call
 runs what is missing or has failed.
@@ -7,6 +7,7 @@ runs what is missing or has failed.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import time
@@ -14,17 +15,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hpcfsdp
-from hpcfsdp import accelerator, env
+from hpcfsdp import accelerator
 from hpcfsdp.bench.harness import markdown
-from hpcfsdp.cli import bench_runs
 from hpcfsdp.cli.printing import print_json, print_note
 from hpcfsdp.errors import HpcfsdpError, UsageError
+from tests.bench import runs
 
 HPCFSDP = (sys.executable, "-m", "hpcfsdp")
 """How a part starts the command; tests put one in its place that simulates the device."""
-SOURCE = Path(hpcfsdp.__file__).resolve().parents[1]
-"""The source tree, where the package is not installed apart from it."""
+SOURCE = Path(__file__).resolve().parents[2]
 _SIZES = ((64, ()), (16, ("--layers", "12", "--width", "1024")), (0, ("--layers", "4", "--width", "512")))
 """GiB of a device, and the model whose steps fit there next to those of the peers."""
 _SMALL = ("--layers", "1", "--width", "16", "--context", "16", "--batch", "1", "--repeats", "1", "--dtype", "fp32")
@@ -41,14 +40,12 @@ class Part(NamedTuple):
         command: what runs, without the launcher.
         ranks: that the launcher starts; 0 for one process without it.
         limit_s: after which it is ended, and has failed.
-        needs_source: whether it runs tests, which are not installed with the package.
     """
 
     name: str
     command: tuple[str, ...]
     ranks: int
     limit_s: int
-    needs_source: bool = False
 
 
 def parts(devices: int, device_nbytes: int, folder: Path, *, small: bool = False) -> list[Part]:
@@ -65,12 +62,8 @@ def parts(devices: int, device_nbytes: int, folder: Path, *, small: bool = False
     saves = ("--repeats", "2", "--folder", str(folder), "--bytes", *bytes_saved, "--json")
     return [
         Part("doctor", (*HPCFSDP, "doctor"), 0, 60),
-        Part("golden", (sys.executable, "-m", "tests.gpu.golden"), 0, 60, needs_source=True),
-        *(
-            Part(f"tests-{ranks}", tests, ranks, 150, needs_source=True)
-            for ranks in (1, 2, 4)
-            if ranks <= max(2, devices)
-        ),
+        Part("golden", (sys.executable, "-m", "tests.gpu.golden"), 0, 60),
+        *(Part(f"tests-{ranks}", tests, ranks, 150) for ranks in (1, 2, 4) if ranks <= max(2, devices)),
         Part("step-imagined", (*bench, "gpu", *size, "--json"), 0, 110),
         *(Part(f"step-{ranks}", (*bench, "gpu", *size, "--json"), ranks, 150) for ranks in _worlds(devices)),
         Part("checkpoint", (*bench, "checkpoint", "--on-devices", *saves), devices, 70),
@@ -85,53 +78,56 @@ def _worlds(devices: int) -> list[int]:
 def run_report(options: argparse.Namespace) -> int:
     """Run the parts that are missing, have failed, or are asked for; the exit code is 1 if one has failed."""
     if accelerator.device_type() is None:
-        raise UsageError("bench: gpu measures on an accelerator, and this process sees none (hpcfsdp doctor says why)")
-    folder = Path(options.report)
+        raise UsageError("bench: gpu-report needs an accelerator, and this process sees none (hpcfsdp doctor says why)")
+    folder = Path(options.folder or "runs/gpu")
     devices = options.ranks or accelerator.device_count()
     nbytes = accelerator.describe(accelerator.current_device()).nbytes
     planned = parts(devices, nbytes, folder, small=options.small)
     if unknown := set(options.parts or ()) - {part.name for part in planned}:
         names = ", ".join(part.name for part in planned)
         raise UsageError(f"bench: --parts {min(unknown)}: the parts on this machine are {names}")
-    before = None if options.compare is None else bench_runs.load(options.compare)
+    before = None if options.compare is None else runs.load(options.compare)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"bench: --report {folder}: no folder can be made there: {error.strerror}") from None
+        raise UsageError(f"bench: --folder {folder}: no folder can be made there: {error.strerror}") from None
     found = _begun(folder / "report.json", devices)
     mpirun = shlex.split(options.mpirun or "mpirun")
     for part in planned:
         kept = found["parts"].get(part.name)
         if part.name not in options.parts if options.parts else _is_done(kept, part):
             continue
-        if part.needs_source and not (SOURCE / "tests" / "gpu").is_dir():
-            found["parts"][part.name] = {"command": [], "skipped": "tests are in the source tree, not in the package"}
-            continue
         started = [*mpirun, "-n", str(part.ranks), *part.command] if part.ranks else list(part.command)
         print_note(f"bench: {part.name}: {shlex.join(started)}")
-        began_s, environ = time.monotonic(), env.of_measured_process(str(SOURCE))
-        done = bench_runs.result_of(started, folder / part.name, limit_s=part.limit_s, environ=environ)
-        took = {"date": bench_runs.now(), "seconds": round(time.monotonic() - began_s, 1)}
+        began_s, environ = time.monotonic(), _environ()
+        done = runs.result_of(started, folder / part.name, limit_s=part.limit_s, environ=environ)
+        took = {"date": runs.now(), "seconds": round(time.monotonic() - began_s, 1)}
         found["parts"][part.name] = {"command": list(part.command), **took, **done}
         found["parts"] = {one.name: found["parts"][one.name] for one in planned if one.name in found["parts"]}
         _write(folder, found, before)
     _write(folder, found, before)
     if options.json:
-        print_json(bench_runs.with_changes(found, before))
+        print_json(runs.with_changes(found, before))
     else:
         print(folder / "report.md")
-    return bench_runs.exit_code(found)
+    return runs.exit_code(found)
+
+
+def _environ() -> dict[str, str]:
+    """Return the environment of a part: it finds the tests, and has one CPU thread if nothing else was chosen."""
+    paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _begun(path: Path, devices: int) -> dict[str, Any]:
     """Return the run that the folder has, or a new one. Raise a UsageError if devices or versions differ."""
-    found = bench_runs.new_run(devices)
+    found = runs.new_run(devices)
     if not path.exists():
         return found
-    kept = bench_runs.load(path)
-    others = [name for name in bench_runs.differences(kept, found) if name not in _OF_THE_NODE]
+    kept = runs.load(path)
+    others = [name for name in runs.differences(kept, found) if name not in _OF_THE_NODE]
     if others:
-        raise UsageError(f"bench: {path} is of a run with other {', '.join(others)}: give --report another folder")
+        raise UsageError(f"bench: {path} is of a run with other {', '.join(others)}: give another --folder")
     return {**found, "parts": kept["parts"]}
 
 
@@ -141,26 +137,21 @@ def _is_done(kept: Mapping[str, Any] | None, part: Part) -> bool:
 
 def _write(folder: Path, found: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:
     """Write the report as JSON, as a page, and as a figure of the ratios where matplotlib is installed."""
-    bench_runs.save(folder / "report.json", found)
+    runs.save(folder / "report.json", found)
     pictures = []
-    if drawn := list(bench_runs.ratios(found)):
+    if drawn := list(runs.ratios(found)):
         try:
-            bench_runs.draw_ratios(drawn, folder / "report.svg", bench_runs.about(found))
+            runs.draw_ratios(drawn, folder / "report.svg", runs.about(found))
             pictures = ["![ratios](report.svg)", ""]
         except HpcfsdpError as error:  # no matplotlib
             pictures = [str(error), ""]
-    page = [*_heading(found), *pictures, *bench_runs.lines(found, before)]
+    page = [*_heading(found), *pictures, *runs.lines(found, before)]
     (folder / "report.md").write_text("\n".join(page) + "\n")
 
 
 def _heading(found: Mapping[str, Any]) -> Iterator[str]:
     rows = []
     for name, part in found["parts"].items():
-        state, seconds = "passed", f"{part.get('seconds', 0):.0f}"
-        if "skipped" in part:
-            state, seconds = f"left out: {part['skipped']}", ""
-        elif "error" in part:
-            state = "**failed**"
-        rows.append((name, state, seconds))
+        rows.append((name, "**failed**" if "error" in part else "passed", f"{part['seconds']:.0f}"))
     yield from ("# Report of a machine with accelerators", "")
     yield from (*markdown(("part", "result", "s"), rows), "")
