@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 from hpcfsdp import accelerator
+from hpcfsdp.data.hdf5 import HDF5Dataset
 from hpcfsdp.data.sampler import BatchIterator, ResumableSampler
 from hpcfsdp.engine.nested import apply_to_tensors
 from hpcfsdp.errors import DataError, UsageError
@@ -119,7 +120,7 @@ class _Fetch:
             return batch, accelerator.record(self.stream)
 
     def _batch(self, indices: Sequence[int]) -> Any:
-        if self.collate_fn is None and hasattr(self.dataset, "batch"):
+        if self.collate_fn is None and isinstance(self.dataset, HDF5Dataset):
             return self.dataset.batch(indices)
         collate = self.collate_fn or default_collate
         if not len(indices):
