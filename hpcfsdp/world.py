@@ -401,9 +401,7 @@ def _make_group(store: Any, backend: str, device: torch.device, timeout_s: float
 
 
 def before_finalize(
-    finish: Callable[[], None],
-    give_up: Callable[[], None] = lambda: None,
-    forget: Callable[[], None] = lambda: None,
+    finish: Callable[[], None], give_up: Callable[[], None] = lambda: None, forget: Callable[[], None] = lambda: None
 ) -> None:
     """Not collective. Have ``finalize`` call `finish` first, on all ranks. `finish` may call collectives.
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from hpcfsdp import _compat, accelerator
 from hpcfsdp.bench.harness import Ratio, Table, Times, in_turn, ratio_cell, time_cells, times_json
 from hpcfsdp.bench.step import FLOOR, NAMES, OWN, OWN_ROWS, STOCK, make_model, quiet, training_step
+from hpcfsdp.checkpoint.format.index import merge_ranges
 from hpcfsdp.comm import Communicator
 from hpcfsdp.comm.fake import FakeCommunicator
 from hpcfsdp.errors import UsageError
@@ -205,20 +206,9 @@ class Activity(NamedTuple):
     idle_s: float
 
 
-def merged(spans: Iterable[TimeRange]) -> list[TimeRange]:
-    """Return the time that is in any of the intervals, as intervals in order that do not meet."""
-    found: list[TimeRange] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        elif begin < end:
-            found.append((begin, end))
-    return found
-
-
 def length(spans: Iterable[TimeRange]) -> float:
     """Return how much time is in any of the intervals."""
-    return sum(end - begin for begin, end in merged(spans))
+    return sum(end - begin for begin, end in merge_ranges(spans))
 
 
 def exposed(spans: Sequence[TimeRange], others: Sequence[TimeRange]) -> float:

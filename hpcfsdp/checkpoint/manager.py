@@ -367,12 +367,7 @@ class CheckpointManager:
 
     @public_call("CheckpointManager.load_latest")
     def load_latest(
-        self,
-        *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        data: Any = None,
-        fresh: bool = True,
+        self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, data: Any = None, fresh: bool = True
     ) -> CheckpointInfo | None:
         """Load the checkpoint of the highest step that is not damaged. Collective over the model's ranks.
 

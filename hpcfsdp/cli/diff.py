@@ -52,8 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         a, b = open_index(options.a), open_index(options.b)
         with byte_progress("diff", to_compare(a, b, options.patterns)) as advance:
-            tolerance = Tolerance(options.rtol, options.atol)
-            found = compare(a, b, options.patterns, advance, tolerance)
+            found = compare(a, b, options.patterns, advance, Tolerance(options.rtol, options.atol))
     except CheckpointCorruptError:
         raise
     except CheckpointError as error:

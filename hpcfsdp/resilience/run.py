@@ -79,9 +79,12 @@ def resilient(
             raise UsageError(f"resilient: {name} is a whole number of at least {least}, not {value!r}")
     _is_running = True
     try:
-        reason = _unable() if size > 1 else "one process"
-        if reason:
-            if size > 1 and job.current_job().comm.rank == 0:
+        if size == 1:
+            return _train_once(train, of_init)
+        from hpcfsdp.resilience import survivors  # loads torch, after MPI
+
+        if reason := survivors.unable():
+            if job.current_job().comm.rank == 0:
                 log.warning("a lost rank ends this job: %s", reason)
             return _train_once(train, of_init)
         if size - spares < min_ranks:
@@ -89,12 +92,6 @@ def resilient(
         return _train_on(train, spares, min_ranks, max_losses, of_init)
     finally:
         _is_running = False
-
-
-def _unable() -> str:
-    from hpcfsdp.resilience import survivors  # loads torch, after MPI
-
-    return survivors.unable()
 
 
 def _train_once(train: Callable[[World], Result], of_init: dict[str, Any]) -> Result:

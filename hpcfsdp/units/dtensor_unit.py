@@ -21,13 +21,7 @@ from hpcfsdp.engine.nested import tensors_in
 from hpcfsdp.errors import EngineError
 from hpcfsdp.params.dtensor_layout import DTensorLayout
 from hpcfsdp.params.dtensor_params import DTensorParam, DTensorParams, Gather
-from hpcfsdp.params.extension_params import (
-    ExtensionParams,
-    HookArguments,
-    InnerTensor,
-    has_gather_hooks,
-    inner_tensors,
-)
+from hpcfsdp.params.extension_params import ExtensionParams, HookArguments, InnerTensor, has_gather_hooks, inner_tensors
 from hpcfsdp.params.layout import TensorBlock, contiguous_strides
 from hpcfsdp.params.sharded_params import Dtypes
 from hpcfsdp.params.storage import nothing_of
@@ -37,16 +31,7 @@ from hpcfsdp.units.build import chunk_numel, comms_for, dtypes_for, shares_memor
 from hpcfsdp.units.flat_unit import ModelUnit
 from hpcfsdp.units.guard import UnitHooks
 from hpcfsdp.units.materialize import MetaTensor, refuse_uninitialised
-from hpcfsdp.units.own import (
-    UNIT,
-    OwnParam,
-    UnitOptions,
-    label,
-    label_replaced,
-    parts_of,
-    refuse_subclass,
-    retire,
-)
+from hpcfsdp.units.own import UNIT, OwnParam, UnitOptions, label, label_replaced, parts_of, refuse_subclass, retire
 from hpcfsdp.units.same_model import check_same_model
 from hpcfsdp.units.spmd import SpmdPlaced, spmd_placed
 from hpcfsdp.units.unit_mesh import UnitMesh, rank_names

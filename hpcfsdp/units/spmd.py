@@ -58,10 +58,7 @@ class _OnMesh(torch.autograd.Function):
 
 
 def take_local(
-    modules: Sequence[nn.Module],
-    mesh: DeviceMesh | None,
-    dims: DataParallelMeshDims,
-    ignored: Collection[nn.Parameter],
+    modules: Sequence[nn.Module], mesh: DeviceMesh | None, dims: DataParallelMeshDims, ignored: Collection[nn.Parameter]
 ) -> DeviceMesh:
     """Replace parameters by what the engine shards: ``DTensor``s on the other dimensions, or plain ones.
 

@@ -229,9 +229,6 @@ class _Slice(io.RawIOBase):
         self._place = base + offset
         return self._place
 
-    def tell(self) -> int:
-        return self._place
-
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         self._stream.seek(self._begin + self._place)

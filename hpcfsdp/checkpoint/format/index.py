@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
@@ -20,12 +20,14 @@ from hpcfsdp.checkpoint.format.small_values import PartFile
 from hpcfsdp.errors import CheckpointCorruptError, CheckpointError
 from hpcfsdp.reshard.tiling import MOST_ELEMENTS, TilingError, byte_ranges, first_untiled
 
+Number = TypeVar("Number", int, float)
+
 _BEYOND_ANY_FILE = MOST_ELEMENTS  # bytes. Sums of two of them are exact in int64.
 
 
-def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merge_ranges(ranges: Iterable[tuple[Number, Number]]) -> list[tuple[Number, Number]]:
     """Merge ranges that touch or overlap; ascending."""
-    found: list[tuple[int, int]] = []
+    found: list[tuple[Number, Number]] = []
     for begin, end in sorted(ranges):
         if found and begin <= found[-1][1]:
             found[-1] = found[-1][0], max(end, found[-1][1])

@@ -24,14 +24,7 @@ from hpcfsdp.examples.gpt.callbacks import Callbacks
 from hpcfsdp.examples.gpt.evaluate import HeldOut, evaluate
 from hpcfsdp.examples.gpt.optimizers import learning_rate, make_optimizer, set_options, set_rate
 from hpcfsdp.examples.gpt.parallel import make_mesh, shard, share_of, to_device
-from hpcfsdp.examples.gpt.run_config import (
-    OF_THE_MODEL,
-    OF_THE_TRAINING,
-    RunConfig,
-    as_list,
-    changes,
-    num_replicas,
-)
+from hpcfsdp.examples.gpt.run_config import OF_THE_MODEL, OF_THE_TRAINING, RunConfig, as_list, changes, num_replicas
 from hpcfsdp.examples.gpt.transformer import GPT, count_elements
 
 Result = TypeVar("Result")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hpcfsdp.bench import gpu
-from hpcfsdp.bench.gpu import Activity, EngineFigures, activity, exposed, length, merged
+from hpcfsdp.bench.gpu import Activity, EngineFigures, activity, exposed, length
 from hpcfsdp.bench.harness import Times
 from hpcfsdp.errors import UsageError
 
@@ -36,11 +36,6 @@ def test_the_table_has_nothing_where_nothing_was_measured():
     assert (table.heading, table.notes) == ("2027-01-01, 2 x GPU.", ["ddp was skipped: no memory"])
     assert table.as_json["engines"]["fsdp2"]["hpcfsdp_ratio"] == 0.5
     assert table.as_json["engines"]["hpcfsdp"]["activity"] is None
-
-
-def test_spans_that_meet_become_one():
-    assert merged([(5, 6), (0, 2), (1, 3), (3, 4), (7, 7)]) == [(0, 4), (5, 6)]
-    assert merged([]) == []
 
 
 def test_lengths_are_those_of_sets_of_points():
