@@ -868,4 +868,5 @@ def test_every_method_of_torch_s_class_is_there(world):
         theirs, own = (inspect.signature(getattr(module, name)) for module in (stock, ours))
         assert list(theirs.parameters) == list(own.parameters)
     names = {"CPUOffloadPolicy", "CommOptions", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle"}
-    assert names | {"fully_shard", "register_fsdp_forward_method", "share_comm_ctx"} == set(ours.__all__)
+    names |= {"DataParallelMeshDims", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"}
+    assert names == set(ours.__all__)
