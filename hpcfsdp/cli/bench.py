@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpcfsdp import env
-from hpcfsdp.cli.arguments import Parser, number_in, positive, size_in_bytes
+from hpcfsdp.cli.arguments import Parser, positive, size_in_bytes
 from hpcfsdp.cli.failure import end_together
 from hpcfsdp.cli.printing import plain_value, print_json
 from hpcfsdp.errors import HpcfsdpError, UsageError
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from hpcfsdp.bench.harness import Table
 
 _BENCHMARKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "collectives": ("collectives.measure", {"sizes": (1, 16, 64), "repeats": 9}),
     "step": ("step.measure", {"layers": 6, "width": 512, "tensor": 1, "fused": False, "repeats": 9}),
     "plan": ("planned.measure", {"layers": 8, "width": 512, "repeats": 5}),
     "checkpoint": ("checkpoint.measure", {"nbytes": 1 << 30, "tensors": 300, "folder": None, "repeats": 5}),
@@ -34,11 +33,10 @@ _BENCHMARKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """For each measurement its function in ``hpcfsdp.bench``, and its options with their defaults."""
-_HELP = """collectives: next to gloo, plain MPI calls and the speed of memory; step: steps of hpcfsdp, of stock DDP,
-FSDP1 and FSDP2 over gloo, and without communication; plan: time of hpcfsdp's steps, and what hpcfsdp plan predicts of
-them; checkpoint: saving and loading, by hpcfsdp, torch's DCP, safetensors, h5py and raw files on one disk; gpu: steps
-on the accelerators of all ranks, or on one as a rank of several imagined ones (without mpirun), with memory, launches
-and communication"""
+_HELP = """step: steps of hpcfsdp, of stock DDP, FSDP1 and FSDP2 over gloo, and without communication; plan: time of
+hpcfsdp's steps, and what hpcfsdp plan predicts of them; checkpoint: saving and loading, by hpcfsdp, torch's DCP,
+safetensors, h5py and raw files on one disk; gpu: steps on the accelerators of all ranks, or on one as a rank of several
+imagined ones (without mpirun), with memory, launches and communication"""
 
 
 def heads_wide(text: str) -> int:
@@ -51,7 +49,6 @@ def heads_wide(text: str) -> int:
 parser = Parser(
     "bench",
     "Measure hpcfsdp and its peers in one run, on as many ranks as mpirun starts.",
-    "mpirun -n 4 hpcfsdp bench collectives --sizes 1 16     # next to gloo and plain MPI",
     "mpirun -n 2 hpcfsdp bench step --layers 2 --width 128  # a step of each engine",
     "mpirun -n 4 hpcfsdp bench checkpoint --folder /scratch --bytes 4GiB",
     "hpcfsdp bench gpu --imagined-ranks 64                   # one GPU as one of 64 ranks",
@@ -75,8 +72,6 @@ add("--bytes", type=size_in_bytes, dest="nbytes", metavar="SIZE", help="checkpoi
 add("--on-devices", action="store_true", help="checkpoint: models lie on accelerators, one for each rank")
 add("--fused", action="store_true", help="step: AdamW steps all parameters in one call")
 add("--dtype", choices=("bf16", "fp32"), help="gpu: of computation; default: bf16")
-_SIZE = number_in(1e-5, 1e6, "a size in MiB")
-add("--sizes", type=_SIZE, nargs="+", metavar="MIB", help="collectives: default 1 16 64")
 
 
 def main(arguments: Sequence[str]) -> int:

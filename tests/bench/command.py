@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcfsdp.cli.arguments import Parser, positive
+from hpcfsdp.cli.arguments import Parser, number_in, positive
 from hpcfsdp.cli.bench import heads_wide, measure, on_all_ranks, refuse_ranks
 from hpcfsdp.errors import UsageError
 
@@ -21,6 +21,7 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
 """For each measurement of one process its function in this folder, and its options with their defaults."""
 BENCHMARKS: dict[str, tuple[str, dict[str, Any]]] = {
     **ALONE,
+    "collectives": ("collectives.measure", {"sizes": (1, 16, 64), "repeats": 9}),
     "backends": ("backends.measure", {"layers": 6, "width": 512, "repeats": 9}),
     "memory": ("memory.measure", {"layers": 8, "width": 768, "keep_freed": False, "repeats": 5}),
     "plan-memory": ("plan_memory.measure", {"layers": 8, "width": 512, "repeats": 5}),
@@ -30,12 +31,12 @@ BENCHMARKS: dict[str, tuple[str, dict[str, Any]]] = {
 REPORTS = ("all", "gpu-report")
 HELP = """data: reading HDF5 files, next to a DataLoader with workers and to raw reads, in one process (without mpirun);
 host: the overhead of wrapping a unit, likewise; scale: time and memory of one rank of up to 16,384, likewise;
-backends: steps of stock DDP, FSDP1 and FSDP2 on hpcmpi and on gloo; memory: the peak of a step of hpcfsdp and of these,
-and the analytic one; plan-memory: of hpcfsdp, and what hpcfsdp plan predicts; optim-state: state dicts of a model and
-its optimizer, by hpcfsdp and by FSDP1 over gloo; whole-tensors: a step of Muon, by owners of matrices and by gathering
-all of them; all: most of these and of hpcfsdp bench, with a summary (without mpirun, which it calls itself);
-gpu-report: tests, steps, saves on devices, each part in processes of its own (likewise); again: what is missing or
-has failed"""
+collectives: next to gloo, plain MPI calls and the speed of memory; backends: steps of stock DDP, FSDP1 and FSDP2 on
+hpcmpi and on gloo; memory: the peak of a step of hpcfsdp and of these, and the analytic one; plan-memory: of hpcfsdp,
+and what hpcfsdp plan predicts; optim-state: state dicts of a model and its optimizer, by hpcfsdp and by FSDP1 over
+gloo; whole-tensors: a step of Muon, by owners of matrices and by gathering all of them; all: most of these and of
+hpcfsdp bench, with a summary (without mpirun, which it calls itself); gpu-report: tests, steps, saves on devices, each
+part in processes of its own (likewise); again: what is missing or has failed"""
 
 
 parser = Parser(
@@ -49,7 +50,7 @@ parser.prog = "python -m tests.bench"
 add = parser.add_argument
 add("what", choices=(*BENCHMARKS, *REPORTS), metavar="WHAT", help=HELP)
 for flag, text in (
-    ("--repeats", "runs of each way; default: 3, host: 40, backends, optim-state: 9, memory, plan-memory: 5"),
+    ("--repeats", "runs of each way; default: 3, backends, collectives, optim-state: 9, host: 40, (plan-)memory: 5"),
     ("--layers", "optim-state: linear, 16; of the GPT: memory, plan-memory: 8, backends: 6, scale: 4"),
     (
         "--width",
@@ -62,6 +63,8 @@ for flag, text in (
     ("--ranks", "all: ranks that mpirun starts, default: 2; gpu-report: devices, default: all of this node"),
 ):
     add(flag, type=heads_wide if flag == "--width" else positive, metavar="N", help=text)
+_SIZE = number_in(1e-5, 1e6, "a size in MiB")
+add("--sizes", type=_SIZE, nargs="+", metavar="MIB", help="collectives: default 1 16 64")
 _KEEP = "memory: let the C library keep memory that is freed within a step, as it does by default"
 add("--world-sizes", type=positive, nargs="+", metavar="N", help="scale: default 16 64 256 1024 4096 16384")
 _FOLDER = "all, data: of files, on the disk to measure, default: the current one; gpu-report: default: runs/gpu"

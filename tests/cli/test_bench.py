@@ -3,21 +3,10 @@ import json
 import pytest
 
 
-def test_bench_collectives(hpcfsdp):
-    job = hpcfsdp("bench", "collectives", "--sizes", "0.01", "1", "--repeats", "2", "--json", ranks=2)
-    assert job.code == 0, job.stderr
-    report = json.loads(job.stdout)
-    assert (report["ranks"], len(report["measured"])) == (2, 8)
-    for one in report["measured"]:
-        assert {"hpcfsdp shared", "gloo"} & set(one["ways"])
-        assert all(len(way["seconds"]) == 2 and way["median_s"] > 0 for way in one["ways"].values())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("collectives", "--sizes", "0.01", "--repeats", "1"),
         ("step", "--layers", "1", "--width", "16", "--repeats", "1"),
         ("checkpoint", "--bytes", "40KB", "--tensors", "5", "--repeats", "1"),
     ],
@@ -117,9 +106,7 @@ def test_measurements_of_one_process_refuse_several_ranks(command, monkeypatch):
     "arguments",
     [
         ["nothing"],
-        ["collectives", "--sizes", "-1"],
-        ["collectives", "--sizes", "1e-7"],  # less than a byte
-        ["collectives", "--repeats", "0"],
+        ["step", "--repeats", "0"],
         ["step", "--width", "12"],
         ["gpu", "--dtype", "fp8"],
         ["gpu", "--split-nodes", "2"],  # in one process

@@ -24,6 +24,7 @@ def bench(start):
     [
         (["nothing"], 2, "invalid choice: 'nothing'"),
         (["optim-state", "--width", "12"], 2, "not a multiple of 8"),
+        (["collectives", "--sizes", "1e-7"], 2, "not a size in MiB"),  # less than a byte
         (["host", "--split-nodes", "2"], 2, "--split-nodes divides the ranks of a node"),
         (["gpu-report"], 2, "this process sees none"),
         (["scale", "--world-sizes", "12"], 2, "--world-sizes 12 is no multiple of 8"),
@@ -46,6 +47,16 @@ def test_host(bench):
     assert list(report["measured"])[:5] == ["plain", "fsdp1", "fsdp1_orig", "fsdp2", "hpcfsdp"]
     for one in report["measured"].values():
         assert "skipped" in one or (len(one["seconds"]) == 2 and "median_over_plain_s" in one)
+
+
+def test_collectives(bench):
+    job = bench("collectives", "--sizes", "0.01", "1", "--repeats", "2", "--json", ranks=2)
+    assert job.code == 0, job.stderr
+    report = json.loads(job.stdout)
+    assert (report["ranks"], len(report["measured"])) == (2, 8)
+    for one in report["measured"]:
+        assert {"hpcfsdp shared", "gloo"} & set(one["ways"])
+        assert all(len(way["seconds"]) == 2 and way["median_s"] > 0 for way in one["ways"].values())
 
 
 SMALL = ("--layers", "1", "--width", "16", "--repeats", "1")
@@ -126,3 +137,19 @@ def test_all_starts_ranks_itself(bench):
     job = bench("all", "--small", ranks=2)
     assert job.code == 2
     assert "all measures one process, and the launcher started 2" in job.stderr
+
+
+@pytest.mark.slow
+def test_data(bench, tmp_path):
+    job = bench("data", "--samples", "64", "--repeats", "1", "--folder", tmp_path, "--json")
+    assert job.code == 0, job.stderr
+    measured = json.loads(job.stdout)["measured"]
+    assert len(measured) == 18
+    assert all(one["first_s"][0] > 0 for one in measured.values())
+
+
+@pytest.mark.slow
+def test_collectives_between_imagined_nodes(bench):
+    job = bench("collectives", "--sizes", "0.01", "--repeats", "1", "--split-nodes", "2", "--json", ranks=2)
+    assert job.code == 0, job.stderr
+    assert json.loads(job.stdout)["topology"] == "2 node(s) of 1 rank(s)"

@@ -3,10 +3,10 @@ import time
 
 import pytest
 
-from hpcfsdp.bench import checkpoint, collectives, planned, step
+from hpcfsdp.bench import checkpoint, planned, step
 from hpcfsdp.bench.harness import Times, in_turn, readable
 from hpcfsdp.comm.fake import FakeCommunicator
-from tests.bench import backends, host, memory, optim_state
+from tests.bench import backends, collectives, host, memory, optim_state
 from tests.bench.pss import Peak
 
 WAYS = {"hpcfsdp": Times((0.001, 0.004, 0.002)), "gloo": Times((0.01, 0.01, 0.01))}
