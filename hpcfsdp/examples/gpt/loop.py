@@ -225,7 +225,7 @@ class Trainer:
             paths = checkpoint.checkpoint_files(folder)[::-1]
         else:
             paths = [] if given in ("auto", "never") else [Path(given)]
-        keeps_place = False
+        keeps_place = True  # as versions in memory, which are of this run
         for path in paths:
             try:
                 info = checkpoint.open_index(path).info
