@@ -57,8 +57,8 @@ FAULTS = (
     Fault(
         "memory of a batch is used again while a tensor has it",
         "data/fields.py",
-        "sys.getrefcount(self._known[place]) == 2",
-        "sys.getrefcount(self._known[place]) >= 2",
+        "_references(self._known, place) == _OF_NOBODY",
+        "_references(self._known, place) >= _OF_NOBODY",
         "tests/unit/data/test_hdf5.py",
     ),
     Fault(

@@ -75,6 +75,14 @@ class Output:
     memory: np.ndarray | None
 
 
+def _references(arrays: list[np.ndarray], place: int) -> int:
+    return sys.getrefcount(arrays[place])
+
+
+_OF_NOBODY = _references([np.empty(1)], 0)
+"""The count of an array that only the list has."""
+
+
 class Memory:
     """Memory of batches, which is used again when no tensor has it any more: new pages cost as much as a read."""
 
@@ -85,8 +93,8 @@ class Memory:
         """Return so many bytes that nobody uses."""
         with self._lock:
             for place in range(len(self._known)):
-                # A tensor keeps the array, and so do all that share its memory. Two are the list and this call.
-                if self._known[place].nbytes == nbytes and sys.getrefcount(self._known[place]) == 2:
+                # A tensor keeps the array, and so do all that share its memory.
+                if self._known[place].nbytes == nbytes and _references(self._known, place) == _OF_NOBODY:
                     return self._known[place]
             made = np.empty(nbytes, np.uint8)
             self._known = [*self._known[-_KEPT:], made]
@@ -179,16 +187,20 @@ def _is_plain(dataset: h5py.Dataset) -> bool:
     return is_here and not layout.get_nfilters()
 
 
+_Key = tuple[tuple[int, str], int]
+"""File and field, and the number of the chunk there."""
+
+
 class ChunkCache:
     """Decoded chunks that several threads read, until each of their rows was taken, or the memory is used up."""
 
     def __init__(self, nbytes: int) -> None:
         self._room, self._lock = nbytes, threading.Lock()
-        self._chunks: OrderedDict[tuple[int, int], _Chunk] = OrderedDict()
-        self._gone: deque[tuple[int, int]] = deque(maxlen=1024)
+        self._chunks: OrderedDict[_Key, _Chunk] = OrderedDict()
+        self._gone: deque[_Key] = deque(maxlen=1024)
         self._warned = False
 
-    def row(self, key: tuple[int, int], rows: int, row: int, load: Callable[[], Any], wait: bool) -> Any:
+    def row(self, key: _Key, rows: int, row: int, load: Callable[[], Any], wait: bool) -> Any:
         """Return one row of the `rows` of a chunk, which `load` returns when the first of them is wanted.
 
         Return None, unless told to `wait`, while another thread loads the chunk.
@@ -219,17 +231,17 @@ class ChunkCache:
                         self._make_room(key)
         return chunk.values[row]
 
-    def _make_room(self, newest: tuple[int, int]) -> None:
+    def _make_room(self, newest: _Key) -> None:
         while self._room < 0 and len(self._chunks) > 1:
             oldest = next(key for key in self._chunks if key != newest)
             self._drop(oldest)
             self._gone.append(oldest)
 
-    def _drop(self, key: tuple[int, int]) -> None:
+    def _drop(self, key: _Key) -> None:
         chunk = self._chunks.pop(key, None)
         self._room += chunk.nbytes if chunk is not None else 0
 
-    def _warn(self, key: tuple[int, int]) -> None:
+    def _warn(self, key: _Key) -> None:
         if key in self._gone and not self._warned:
             self._warned = True
             log.warning(
@@ -255,8 +267,9 @@ class UnreadableRow(Exception):
 class FieldReader:
     """Reads samples of one field of one file. Threads may use it at the same time."""
 
-    def __init__(self, file: HDF5File, name: str, cache: ChunkCache) -> None:
-        self._file, self._name, self._cache, self._key = file, name, cache, id(self)
+    def __init__(self, file: HDF5File, name: str, cache: ChunkCache, key: tuple[int, str]) -> None:
+        """`key` names file and field in the cache, which outlives readers."""
+        self._file, self._cache, self._key = file, cache, key
         self._dataset = file.dataset(name)
         found = stored(file, name)
         self.field, self._together = found.field, found.together

@@ -122,11 +122,6 @@ class HDF5Dataset(Dataset[Any]):
         batch = self._read(indices)
         return next(iter(batch.values())) if self._is_one else batch
 
-    def where(self, index: int) -> str:
-        """Return the file and the row of a sample, as text."""
-        file, row = self._places([index])
-        return f"sample {index} (row {row[0]} of {self.files[file[0]]})"
-
     def close(self) -> None:
         """Close all files and free memory; both come again when samples are read."""
         self._start()
@@ -171,7 +166,8 @@ class HDF5Dataset(Dataset[Any]):
                 return self._readers[number]
         # Outside of the lock: other threads read on meanwhile. Of two that open the same file the first one's counts.
         file = HDF5File(self.files[number])
-        readers = {key: FieldReader(file, name, self._cache) for key, name in self._names.items()}
+        named = self._names.items()
+        readers = {key: FieldReader(file, name, self._cache, (number, name)) for key, name in named}
         for key, reader in readers.items():
             if reader.field != self._fields[key]:
                 raise DataError(f"{file.path}: field {self._names[key]!r} has changed since the set was made")

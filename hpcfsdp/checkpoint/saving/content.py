@@ -270,7 +270,9 @@ def _to_compare(
     states, leaves = rng.capture(device_of(given.model)), _leaves(given, small) if comm.size > 1 else {}
     alike = [tensor for _, tensor in tensors if tensor.must_agree and comm.size > 1]
     if alike:
-        leaves["subclasses"] = {tensor.name: digest_of(tensor.pieces[0].flat().tolist()) for tensor in alike}
+        leaves["subclasses"] = {
+            tensor.name: str(schema.checksum(as_bytes(tensor.pieces[0].flat().cpu()))) for tensor in alike
+        }
     kinds = [(kind, str(value.dtype), value.shape) for kind, value in sorted(states.items())]
     digests = {part: None if found is None else digest_of(sorted(found.items())) for part, found in leaves.items()}
     return (fingerprint, digests, digest_of(kinds)), states, leaves

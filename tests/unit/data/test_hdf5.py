@@ -261,3 +261,13 @@ def test_memory_of_batches_is_used_again_when_nobody_has_it(tmp_path):
     kept = [found.batch([number, number + 1]) for number in range(40)]
     assert place in {batch.data_ptr() for batch in kept}
     assert all(np.array_equal(batch, X[number : number + 2]) for number, batch in enumerate(kept))
+
+
+def test_chunks_of_files_that_were_closed_are_not_those_of_others(tmp_path):
+    """Readers of files come and go, while the cache keeps the chunks that were not used up."""
+    options = {"chunks": (4, 2), "compression": "gzip"}
+    values = [np.full((8, 2), number, np.float32) for number in range(150)]
+    found = HDF5Dataset([write(tmp_path / f"{n:03}.h5", x=(v, options)) for n, v in enumerate(values)], "x")
+    for row in (0, 1, 5, 2):
+        order = np.random.default_rng(row).permutation(150)
+        assert found.batch(order * 8 + row)[:, 0].tolist() == order.tolist()
