@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 from hpcfsdp import accelerator
+from hpcfsdp.checkpoint.retention import whole_number
 from hpcfsdp.data.hdf5 import HDF5Dataset
 from hpcfsdp.data.sampler import BatchIterator, ResumableSampler
 from hpcfsdp.engine.nested import apply_to_tensors
@@ -61,12 +62,9 @@ class ThreadedLoader(Iterable[Any]):
         Raises:
             UsageError: a number is no whole number, or too small.
         """
-        ahead = 2 * threads if ahead is None and isinstance(threads, int) else ahead
-        for name, number in (("threads", threads), ("ahead", ahead)):
-            if not isinstance(number, int) or number < 1:
-                raise UsageError(f"{name} must be a whole number, at least 1, not {number!r}")
         self.dataset, self.batch_sampler = dataset, batch_sampler
-        self._threads, self._ahead = threads, ahead
+        self._threads = whole_number("threads", threads, least=1)
+        self._ahead = 2 * self._threads if ahead is None else whole_number("ahead", ahead, least=1)
         self._device = None if device is None else torch.device(device)
         on_device = self._device is not None and accelerator.is_accelerator(self._device)
         if on_device and self._device.index is None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from hpcfsdp import _compat, env
+from hpcfsdp.checkpoint.retention import whole_number
 from hpcfsdp.data.order import Blocks, Order, order_of
 from hpcfsdp.errors import DataError, UsageError
 from hpcfsdp.world import current_world
@@ -67,8 +68,8 @@ class ResumableSampler(Sampler[list[int]]):
             UsageError: a number is too small, or does not fit the others; or the ranks of the job are not known yet.
             DataError: the set has no samples, or not enough for one batch with ``tail="drop"``.
         """
-        self.length = _whole("the number of samples", _length_of(dataset_or_length), 0)
-        self.global_batch = _whole("global_batch", global_batch, 1)
+        self.length = whole_number("the number of samples", _length_of(dataset_or_length), least=0)
+        self.global_batch = whole_number("global_batch", global_batch, least=1)
         self._seed, self._shuffle = operator.index(seed), bool(shuffle)
         if tail not in TAILS:
             raise UsageError(f"tail must be one of {', '.join(TAILS)}, not {tail!r}")
@@ -77,7 +78,7 @@ class ResumableSampler(Sampler[list[int]]):
             raise UsageError(f"give rank and ranks, or neither: not rank={rank}, ranks={ranks}")
         if ranks is None or rank is None:
             rank, ranks = _of_job()
-        self.rank, self.ranks = _whole("rank", rank, 0), _whole("ranks", ranks, 1)
+        self.rank, self.ranks = whole_number("rank", rank, least=0), whole_number("ranks", ranks, least=1)
         if self.rank >= self.ranks:
             raise UsageError(f"rank must be less than ranks: {self.rank} of {self.ranks}")
         if self.global_batch < self.ranks:
@@ -135,7 +136,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch. Within this epoch it changes nothing, so a program may call it before each of its loops."""
-        epoch = _whole("epoch", epoch, 0)
+        epoch = whole_number("epoch", epoch, least=0)
         if epoch != self.epoch:
             self._epoch, self._samples, self._iteration = epoch, 0, None
 
@@ -262,16 +263,6 @@ def _batches(samples: int, global_batch: int, tail: str) -> int:
 
 def _length_of(dataset_or_length: Sized | int) -> Any:
     return len(dataset_or_length) if hasattr(dataset_or_length, "__len__") else dataset_or_length
-
-
-def _whole(name: str, number: Any, least: int) -> int:
-    try:
-        found = operator.index(number)
-    except TypeError:
-        raise UsageError(f"{name} must be a whole number, not {number!r}") from None
-    if found < least:
-        raise UsageError(f"{name} must be at least {least}, not {found}")
-    return found
 
 
 def _of_job() -> tuple[int, int]:

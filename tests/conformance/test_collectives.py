@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.conformance.models import MLP, close, data_of, reference
+from tests.conformance.models import MLP, check_training, close, data_of, reference
 from tests.conformance.recording import record, sharded_stack, since
 
 SHAPES = [(17, 7), (17,), (8, 3, 2), (64,), (1,), (3, 1), (2, 9)]
@@ -204,16 +204,8 @@ def test_sums_instead_of_averages_in_messages(fsdp, world, shape):
     def loss_of(model, rank, step):
         return model(data_of(rank + 10 * step, 2, 4)).sum()
 
-    losses, params = reference(model, world, loss_of)
+    expected = reference(model, world, loss_of)
     for unit in (model.in_proj, model):
         fsdp.fully_shard(unit, mesh=mesh_of(*shape))
         unit.set_force_sum_reduction_for_comms(True)
-    optim = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for step, expected in enumerate(losses):
-        loss = loss_of(model, world.rank, step)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        close(world.comm.allreduce(loss.detach()) / world.size, expected)
-    for name, param in model.named_parameters():
-        close(param, params[name])
+    check_training(model, world, loss_of, expected)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.conformance.models import MLP, close, data_of, reference
+from tests.conformance.models import MLP, check_training, close, data_of, reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler reads it
 
@@ -32,7 +32,7 @@ def test_graphs_have_the_computation_alone(fsdp, mesh, world, when):
     def loss_of(model, rank, step):
         return model(data_of(rank + 10 * step, 2, 4)).sum()
 
-    losses, params = reference(model, world, loss_of)
+    expected = reference(model, world, loss_of)
     counter = CompileCounterWithBackend("aot_eager")
     for layer in model:
         if when == "before":
@@ -41,15 +41,7 @@ def test_graphs_have_the_computation_alone(fsdp, mesh, world, when):
         if when == "after":
             layer.compile(backend=counter)
     fsdp.fully_shard(model, mesh=mesh)
-    optim = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for step, total in enumerate(losses):
-        loss = loss_of(model, world.rank, step)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        close(world.comm.allreduce(loss.detach()) / world.size, total)
-    for name, param in model.named_parameters():
-        close(param, params[name])
+    check_training(model, world, loss_of, expected)
     assert ops(counter) == [nn.functional.linear, torch.relu] * 4
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.conformance.models import MLP, close, data_of, reference
+from tests.conformance.models import MLP, check_training, close, data_of, reference
 from tests.conformance.recording import Layer, record, sharded_stack, since
 
 
@@ -221,19 +221,11 @@ def test_a_prefetch_of_what_is_not_needed_any_more(fsdp, mesh, world):
     def loss_of(model, rank, step):
         return model(data_of(rank, 2, 4)).sum()
 
-    losses, params = reference(model, world, loss_of)
+    expected = reference(model, world, loss_of)
     for unit in (model.in_proj, model.out_proj, model):
         fsdp.fully_shard(unit, mesh=mesh)
     model.in_proj.set_modules_to_backward_prefetch([model.out_proj])
-    optim = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for step, expected in enumerate(losses):
-        loss = loss_of(model, world.rank, step)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        close(world.comm.allreduce(loss.detach()) / world.size, expected)
-    for name, param in model.named_parameters():
-        close(param, params[name])
+    check_training(model, world, loss_of, expected)
 
 
 def test_a_forward_that_unshards_ahead(fsdp, mesh, world):

@@ -133,9 +133,9 @@ def test_collate_fn_and_other_samplers():
     assert list(loader) == [2, 1]
     with pytest.raises(UsageError, match="has no state: use a ResumableSampler"):
         loader.state_dict()
-    with pytest.raises(UsageError, match="threads must be a whole number"):
+    with pytest.raises(UsageError, match="threads must be at least 1"):
         ThreadedLoader(dataset, batch_sampler=[], threads=0)
-    with pytest.raises(UsageError, match="ahead must be a whole number, at least 1, not 0"):
+    with pytest.raises(UsageError, match="ahead must be at least 1, not 0"):
         ThreadedLoader(dataset, batch_sampler=[], ahead=0)
 
 
